@@ -1,0 +1,50 @@
+"""The bundle of backend functions a model is given: chosen once at start, pure, hashable."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+
+from jaxserve.core.kv_pool import KVPool
+from jaxserve.core.step_batch import StepBatch
+
+
+class Attend(Protocol):
+    """Write this step's keys and values, then attend causally over the row's pages.
+
+    q [T, num_heads, head_dim]; k, v [T, num_kv_heads, head_dim], or both None to read the KV that
+    `layer` already holds (layers that share KV). Returns (out [T, num_heads, head_dim], kv_pool);
+    rows of `out` that belong to padded tokens are zero. `window` counts the query itself.
+    `sinks` [num_heads] are logits of a virtual key with no value; `softcap` c maps a score s to
+    c * tanh(s / c); `tree_mask` [R, W, W] bool replaces causality among a verify row's own tokens.
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        q: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
+        kv_pool: KVPool,
+        batch: StepBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: jax.Array | None = None,
+        tree_mask: jax.Array | None = None,
+    ) -> tuple[jax.Array, KVPool]: ...
+
+
+@dataclass(frozen=True)
+class Ops:
+    """Backend functions. `linear(x [..., K], w [N, K], bias [N] | None) -> [..., N]`: weights keep
+    their output axis first, so both operands are contracted on their last axis.
+    `rms_norm(x [..., E], weight [E], eps) -> [..., E]` computes in float32.
+    """
+
+    name: str
+    attend: Attend
+    linear: Callable[[jax.Array, Any, jax.Array | None], jax.Array]
+    rms_norm: Callable[[jax.Array, jax.Array, float], jax.Array]

@@ -1,0 +1,82 @@
+"""A request as the engine knows it: token ids only, and what the engine reports about it."""
+
+import enum
+from dataclasses import dataclass, field
+
+from jaxserve.sampling_params import SamplingParams
+
+
+class Status(enum.Enum):
+    """Where a request is. A preempted request is WAITING again, with its output kept."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Raw log-probabilities of one output token and its alternatives, most likely first."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """New output tokens of one request after one commit; the last event has a finish_reason.
+
+    finish_reason: "stop" (EOS, stop id or stop string), "length", "abort" or "error".
+    stop_reason: the stop token id of the user, if that ended it; None for the model's EOS.
+    token_ids includes the EOS or stop id that ended the request.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(eq=False)
+class Request:
+    """One choice of one user request. The engine's thread owns every field after `add`.
+
+    num_computed: tokens whose KV is in the pool (`cached_lens` of its next step). Invariant:
+    0 <= num_computed <= num_tokens - 1 between steps, unless the request is finished;
+    len(pages[g]) * page_size >= num_computed for every KV group g.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    max_tokens: int  # resolved: never None
+    seed: int  # resolved: the user's, or drawn from the engine's root seed
+    eos_token_ids: tuple[int, ...] = ()
+    choice: int = 0
+    priority: int = 0
+    arrival_time: float = 0.0
+    status: Status = Status.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    pages: tuple[list[int], ...] = ()
+    sampling_slot: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens still to be run before the next one can be drawn."""
+        return self.num_tokens - self.num_computed
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Tokens [start, stop) of prompt and output together."""
+        prompt = len(self.prompt_token_ids)
+        head = list(self.prompt_token_ids[start:stop])
+        return head + self.output_token_ids[max(start - prompt, 0) : max(stop - prompt, 0)]
