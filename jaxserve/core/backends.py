@@ -1,0 +1,130 @@
+"""The backends an engine can run on, each a bundle of pure functions made once at start."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.core.kv_pool import KVPool
+from jaxserve.core.kv_spec import KVSpec
+from jaxserve.core.ops import Ops
+from jaxserve.core.step_batch import StepBatch
+from pallas_kernels.kv_write import write_kv
+from pallas_kernels.paged_attention import paged_attention
+
+
+def make_ops(backend: str, kv_spec: KVSpec) -> Ops:
+    """The ops of a backend. "auto" takes the best one that exists for this machine.
+
+    Raises NotImplementedError, naming what exists, for any other name.
+    """
+    if backend not in ("auto", "reference"):
+        raise NotImplementedError(
+            f"there is no attention backend {backend!r}; choose auto or reference"
+        )
+    return Ops(name="reference", attend=PagedAttend(kv_spec), linear=linear, rms_norm=rms_norm)
+
+
+def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """x [..., K] times w [N, K], plus bias [N]; accumulated in float32.
+
+    Both last axes are contracted: on XLA:CPU that runs up to twice as fast for few rows, and the
+    rows of the result do not depend on how many there are, from two rows up.
+    """
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    y = jax.lax.dot_general(x, w, contract, preferred_element_type=jnp.float32)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    return y.astype(x.dtype)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm (arXiv:1910.07467) of the last axis, in float32."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+@dataclass(frozen=True)
+class PagedAttend:
+    """`Ops.attend` over per-layer pools. Hashable by value, so equal engines share programs."""
+
+    kv_spec: KVSpec
+
+    def __call__(
+        self,
+        layer: int,
+        q: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
+        kv_pool: KVPool,
+        batch: StepBatch,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: jax.Array | None = None,
+        tree_mask: jax.Array | None = None,
+    ) -> tuple[jax.Array, KVPool]:
+        """See `jaxserve.core.ops.Attend`."""
+        group = self.kv_spec.group_of_layer(layer)
+        out, keys, values = _write_and_attend(
+            q,
+            k,
+            v,
+            kv_pool.keys[layer],
+            kv_pool.values[layer],
+            batch.write_slot,
+            batch.page_table[group],
+            batch.query_starts,
+            batch.query_lens,
+            batch.kv_lens,
+            sinks,
+            tree_mask,
+            decode_rows=batch.decode_rows,
+            width=batch.width,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+        )
+        return out, KVPool(
+            keys=_replace(kv_pool.keys, layer, keys),
+            values=_replace(kv_pool.values, layer, values),
+        )
+
+
+# An inner jit: all layers of one shape share one trace and one lowering.
+@partial(jax.jit, static_argnames=("decode_rows", "width", "scale", "window", "softcap"))
+def _write_and_attend(
+    q: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
+    key_pages: jax.Array,
+    value_pages: jax.Array,
+    write_slot: jax.Array,
+    page_table: jax.Array,
+    query_starts: jax.Array,
+    query_lens: jax.Array,
+    kv_lens: jax.Array,
+    sinks: jax.Array | None,
+    tree_mask: jax.Array | None,
+    *,
+    decode_rows: int,
+    width: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    if k is not None and v is not None:
+        key_pages, value_pages = write_kv(key_pages, value_pages, k, v, write_slot)
+    out = paged_attention(
+        q, key_pages, value_pages, page_table, query_starts, query_lens, kv_lens,
+        decode_rows=decode_rows, width=width, scale=scale, window=window, softcap=softcap,
+        sinks=sinks, tree_mask=tree_mask,
+    )  # fmt: skip
+    return out, key_pages, value_pages
+
+
+def _replace(items: tuple[jax.Array, ...], index: int, item: jax.Array) -> tuple[jax.Array, ...]:
+    return (*items[:index], item, *items[index + 1 :])

@@ -1,0 +1,44 @@
+"""Named shapes of paged attention, for tests and benchmarks alike."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Case:
+    """rows: (query_len, kv_len) of each decode row, then of each prefill row; 0, 0 is padding."""
+
+    name: str
+    decode: tuple[tuple[int, int], ...]
+    prefill: tuple[tuple[int, int], ...] = ()
+    width: int = 1
+    pad_tokens: int = 0
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    page_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    tree: bool = False
+
+
+CASES = (
+    Case("decode-1", ((1, 37),)),
+    Case("decode-ragged", ((1, 1), (1, 16), (1, 17), (1, 300), (0, 0))),
+    Case("decode-mha-head80", ((1, 5), (1, 129)), num_heads=2, num_kv_heads=2, head_dim=80),
+    Case("decode-window", ((1, 300), (1, 7), (0, 0), (1, 129)), window=64),
+    Case("decode-window-1", ((1, 200), (1, 1)), window=1),
+    Case("decode-softcap", ((1, 140), (1, 9)), softcap=2.0),
+    Case("decode-sinks", ((1, 140), (1, 9)), sinks=True),
+    Case("decode-page7", ((1, 140), (1, 9)), page_size=7),
+    Case("decode-page256", ((1, 300), (1, 9)), page_size=256),
+    Case("verify", ((3, 40), (5, 5), (1, 200), (0, 0)), width=5),
+    Case("verify-window-sinks", ((3, 40), (5, 150)), width=5, window=20, sinks=True),
+    Case("verify-tree", ((5, 40), (5, 133), (2, 9)), width=5, tree=True),
+    Case("prefill-whole", (), ((130, 130),)),
+    Case("prefill-chunk", (), ((64, 200), (7, 7), (1, 129)), pad_tokens=9),
+    Case("prefill-window", (), ((70, 300), (64, 64)), window=33, pad_tokens=3),
+    Case("prefill-sinks-softcap", (), ((70, 90),), sinks=True, softcap=3.0),
+    Case("mixed", ((1, 33), (0, 0), (1, 257)), ((65, 65), (0, 0), (3, 140)), pad_tokens=28),
+    Case("mixed-gqa9", ((1, 33),), ((20, 30),), num_heads=9, num_kv_heads=3, head_dim=64),
+)
