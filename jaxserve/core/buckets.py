@@ -1,0 +1,115 @@
+"""The closed table of step shapes. Every step is padded to one of them, so nothing else compiles.
+
+Two kinds: decode steps (rows only) and mixed steps (all decode rows and some prefill tokens).
+A mixed step always carries the largest decode part: one axis varies at a time, so the table has
+about ten entries instead of a product. Plain Python: no jax.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MAX_PREFILL_ROWS = 8  # prompts that share a step; each costs a row of logits, used or not
+STEP_COST_TOKENS = 64  # what one more step costs (reading the weights, padded decode rows)
+
+_DECODE_ROWS = (1, 4, 16, 64, 128, 256, 512)
+_SMALLEST_PREFILL = 64
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A step's static shape: decode_rows of `width` tokens each, then the prefill part."""
+
+    decode_rows: int
+    width: int
+    prefill_rows: int
+    prefill_tokens: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.decode_rows + self.prefill_rows
+
+    @property
+    def num_tokens(self) -> int:
+        return self.decode_rows * self.width + self.prefill_tokens
+
+    @property
+    def name(self) -> str:
+        if self.prefill_tokens:
+            return f"mixed{self.decode_rows}+{self.prefill_tokens}"
+        return f"decode{self.decode_rows}"
+
+
+def bucket_table(max_batch_rows: int, max_batch_tokens: int) -> tuple[Bucket, ...]:
+    """All shapes of an engine, smallest first within each kind.
+
+    The largest decode bucket holds exactly max_batch_rows rows and the largest mixed bucket
+    exactly max_batch_tokens prefill tokens, so whatever the scheduler may plan has a shape.
+    Raises ValueError when a limit is below 1.
+    """
+    if max_batch_rows < 1 or max_batch_tokens < 1:
+        raise ValueError(
+            f"got max_batch_rows {max_batch_rows} and max_batch_tokens {max_batch_tokens}; "
+            "both must be at least 1"
+        )
+    decode_rows = [rows for rows in _DECODE_ROWS if rows < max_batch_rows] + [max_batch_rows]
+    prefill_tokens = []
+    size = _SMALLEST_PREFILL
+    while size < max_batch_tokens:
+        prefill_tokens.append(size)
+        size *= 2
+    prefill_tokens.append(max_batch_tokens)
+    decode = [Bucket(rows, 1, 0, 0) for rows in decode_rows]
+    mixed = [
+        Bucket(max_batch_rows, 1, min(MAX_PREFILL_ROWS, max_batch_rows, tokens), tokens)
+        for tokens in prefill_tokens
+    ]
+    return (*decode, *mixed)
+
+
+def pick_bucket(
+    available: Iterable[Bucket], num_decode: int, num_prefill_rows: int, num_prefill_tokens: int
+) -> Bucket:
+    """The smallest bucket of `available` (the whole table, or the part already compiled) that fits.
+
+    Raises ValueError when none does: a scheduler limit and the table disagree.
+    """
+    available = tuple(available)
+    fitting = [
+        bucket
+        for bucket in available
+        if bucket.decode_rows >= num_decode
+        and bucket.prefill_rows >= num_prefill_rows
+        and bucket.prefill_tokens >= num_prefill_tokens
+    ]
+    if not fitting:
+        raise ValueError(
+            f"no bucket holds {num_decode} decode rows and {num_prefill_tokens} prefill tokens in "
+            f"{num_prefill_rows} rows; available: {', '.join(b.name for b in available) or 'none'}"
+        )
+    return min(fitting, key=lambda bucket: (bucket.num_tokens, bucket.num_rows))
+
+
+def prefill_sizes(table: Iterable[Bucket]) -> tuple[int, ...]:
+    """The prefill token counts of the table's mixed buckets, ascending."""
+    return tuple(sorted({bucket.prefill_tokens for bucket in table if bucket.prefill_tokens}))
+
+
+def prefill_budget(sizes: tuple[int, ...], wanted: int) -> int:
+    """How many of `wanted` prefill tokens to run now, so that little of the step is padding.
+
+    Either all of them, padded up to the next size, or as many as fill the size below, leaving the
+    rest to the next step, where they may share a bucket with newcomers. The second is taken only
+    where it computes fewer tokens in sum, a further step counted as STEP_COST_TOKENS: 260 run as
+    256 and then 4 (padded to 64), not padded to 512; 130 run padded to 256.
+    `sizes` ascend; without sizes nothing is rounded.
+    """
+    if not sizes:
+        return wanted
+    if wanted >= sizes[-1]:
+        return sizes[-1]
+    above = next(size for size in sizes if size >= wanted)
+    below = max((size for size in sizes if size <= wanted), default=wanted)
+    if below == wanted:
+        return wanted
+    rest = next(size for size in sizes if size >= wanted - below)
+    return below if below + rest + STEP_COST_TOKENS < above else wanted
