@@ -1,0 +1,19 @@
+"""Token embedding and the logits that come back out of the vocabulary."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.core.ops import Ops
+
+
+def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows of table [V, E] for tokens [T]. The host has checked the ids; padding may hold any."""
+    return jnp.take(table, tokens, axis=0, mode="clip")
+
+
+def logits(ops: Ops, hidden: jax.Array, table: Any, softcap: float | None = None) -> jax.Array:
+    """hidden [S, E] against table [V, E], float32 [S, V]; softcap c maps x to c * tanh(x / c)."""
+    scores = ops.linear(hidden, table, None).astype(jnp.float32)
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
