@@ -1,0 +1,141 @@
+"""Make or refresh a virtual environment of this repository; run by scripts/quickstart and test.
+
+Usage: make_environment.py FOLDER [--extra NAME]... [--jax VERSION]
+
+A stamp in the environment says what it was installed from (a hash of pyproject.toml, the Python
+version, the extras, a pinned jax), so a second run takes no time. Standard library only: it runs
+before anything is installed.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STAMP = "jaxserve-stamp.json"
+OLDEST = (3, 12)
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """What an environment was installed from."""
+
+    pyproject: str
+    python: str
+    extras: tuple[str, ...]
+    jax: str
+
+    def serves(self, wanted: "Stamp") -> bool:
+        """Whether an environment with this stamp has everything `wanted` asks for."""
+        same = (self.pyproject, self.python, self.jax)
+        return same == (wanted.pyproject, wanted.python, wanted.jax) and set(self.extras) >= set(
+            wanted.extras
+        )
+
+
+def say(text: str) -> None:
+    print(f"[environment] {text}", flush=True)
+
+
+def read_stamp(folder: Path) -> Stamp | None:
+    try:
+        fields = json.loads((folder / STAMP).read_text(encoding="utf-8"))
+        return Stamp(**{**fields, "extras": tuple(fields["extras"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def environment_version(folder: Path) -> str | None:
+    """The Python version of the environment, or None when there is none that can be used."""
+    python = folder / "bin" / "python"
+    code = "import sys; print('.'.join(map(str, sys.version_info[:3])))"
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    version = done.stdout.strip()
+    return version if tuple(int(part) for part in version.split(".")) >= OLDEST else None
+
+
+def has_pip(folder: Path) -> bool:
+    command = [str(folder / "bin" / "python"), "-m", "pip", "--version"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def create(folder: Path) -> None:
+    """Make the environment, with pip, from the interpreter that runs this file."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    say(f"making {folder} with Python {version} ({sys.executable})")
+    command = [sys.executable, "-m", "venv", "--clear", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = " ".join((done.stderr or done.stdout).split())[-300:]
+        sys.exit(f"making the environment failed: {reason}")
+
+
+def ensure_pip(folder: Path) -> None:
+    """Environments made by uv have no pip, which `jaxserve pull` needs."""
+    if not has_pip(folder):
+        say("adding pip")
+        command = [str(folder / "bin" / "python"), "-m", "ensurepip", "--default-pip"]
+        if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+            create(folder)
+
+
+def install(folder: Path, wanted: Stamp) -> None:
+    """Install the repository, editable, with its dependencies."""
+    extras = f"[{','.join(wanted.extras)}]" if wanted.extras else ""
+    pinned = [f"jax=={wanted.jax}"] if wanted.jax else []
+    say(f"installing jaxserve{extras} {' '.join(pinned)} (the first time takes a minute or two)")
+    command = [
+        str(folder / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+    ]
+    command += ["--progress-bar", "off", "--editable", f"{ROOT}{extras}", *pinned]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(("Collecting", "Downloading", "Installing", "Successfully")):
+                print(f"  {line.rstrip()[:160]}", flush=True)
+    if process.returncode != 0:
+        sys.exit("pip could not install jaxserve; its message is above. Correct it and run again")
+
+
+def make(folder: Path, extras: tuple[str, ...], jax: str) -> None:
+    """Bring `folder` up to date with pyproject.toml; does nothing when it is."""
+    digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    stamp, version = read_stamp(folder), environment_version(folder)
+    wanted = Stamp(digest, version or "", tuple(sorted(extras)), jax)
+    if stamp is not None and stamp.serves(wanted) and has_pip(folder):
+        say(f"{folder.name} is up to date (Python {version})")
+        return
+    if version is None:
+        create(folder)
+    ensure_pip(folder)
+    kept = set(stamp.extras) if stamp is not None and version is not None else set()
+    wanted = Stamp(digest, environment_version(folder) or "", tuple(sorted({*extras, *kept})), jax)
+    install(folder, wanted)
+    (folder / STAMP).write_text(json.dumps(asdict(wanted)) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", help="the environment's folder, relative to the repository")
+    parser.add_argument("--extra", action="append", default=[], help="an extra of pyproject.toml")
+    parser.add_argument("--jax", default="", help="pin this version of jax")
+    options = parser.parse_args()
+    with Path(__file__).open(encoding="utf-8") as lock:  # two scripts started at once take turns
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        make(ROOT / options.folder, tuple(options.extra), options.jax)
+
+
+if __name__ == "__main__":
+    main()
