@@ -1,0 +1,165 @@
+"""A GGUF checkpoint of one or several files: metadata, packed bytes, and float32 tensors."""
+
+import mmap
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from jaxserve.errors import ModelLoadError
+from jaxserve.loading.gguf_header import GGUFHeader, TensorInfo, read_header
+
+_SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+MAX_SHARDS = 4096
+
+# The gguf package dequantises 16 rows at a time. Rows of this many blocks keep its temporaries in
+# a CPU's second-level cache: 2 to 4 times as fast as rows of 576 elements, bit for bit the same.
+_BLOCKS_PER_ROW = 256
+
+_PLAIN_TYPES = {
+    GGMLQuantizationType.F64: np.float64,
+    GGMLQuantizationType.F16: np.float16,
+    GGMLQuantizationType.I8: np.int8,
+    GGMLQuantizationType.I16: np.int16,
+    GGMLQuantizationType.I32: np.int32,
+    GGMLQuantizationType.I64: np.int64,
+}
+
+
+@dataclass(frozen=True)
+class _Shard:
+    path: Path
+    data: memoryview  # of a read-only memory map, which lives as long as this view
+    header: GGUFHeader
+
+
+class GGUFFile:
+    """An opened GGUF checkpoint. Opening reads headers only; tensors are read when asked for.
+
+    path may be any file of a sharded checkpoint (`-00001-of-00003.gguf` ...); the others are
+    found beside it. Raises ModelLoadError, naming file and tensor, on anything damaged or missing.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        shards = _open_shards(self.path)
+        self.metadata: dict[str, Any] = shards[0].header.metadata
+        self._tensors: dict[str, tuple[_Shard, TensorInfo]] = {}
+        for shard in shards:
+            for name, info in shard.header.tensors.items():
+                if name in self._tensors:
+                    raise ModelLoadError(
+                        f"{shard.path}: tensor {name!r} is also in {self._tensors[name][0].path}"
+                    )
+                self._tensors[name] = (shard, info)
+        expected = self.metadata.get("split.tensors.count", len(self._tensors))
+        if expected != len(self._tensors):
+            raise ModelLoadError(
+                f"{self.path}: split.tensors.count is {expected}, but the {len(shards)} files "
+                f"hold {len(self._tensors)} tensors; they are not parts of one checkpoint"
+            )
+
+    def names(self) -> tuple[str, ...]:
+        """Tensor names in file order."""
+        return tuple(self._tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape in numpy order: [output rows, input columns] for a matrix."""
+        return self._find(name)[1].shape
+
+    def type(self, name: str) -> GGMLQuantizationType:
+        """How the tensor is packed."""
+        return self._find(name)[1].type
+
+    def raw(self, name: str) -> np.ndarray:
+        """The packed bytes [num_bytes] uint8, a read-only view of the file."""
+        shard, info = self._find(name)
+        return np.frombuffer(shard.data, np.uint8, info.num_bytes, info.start)
+
+    def load(self, name: str) -> np.ndarray:
+        """The tensor as a new float32 array of shape(name), dequantised."""
+        shard, info = self._find(name)
+        packed = self.raw(name)
+        if info.type == GGMLQuantizationType.F32:
+            return packed.view(np.float32).reshape(info.shape).copy()
+        if info.type in _PLAIN_TYPES:
+            values = packed.view(_PLAIN_TYPES[info.type]).reshape(info.shape)
+            return values.astype(np.float32)
+        try:
+            return _dequantize(packed, info.type).reshape(info.shape)
+        except NotImplementedError as error:
+            raise ModelLoadError(
+                f"{shard.path}: tensor {name!r} has the type {info.type.name}, which the gguf "
+                "package cannot dequantise; take another quantisation of this model"
+            ) from error
+
+    def _find(self, name: str) -> tuple[_Shard, TensorInfo]:
+        found = self._tensors.get(name)
+        if found is None:
+            raise ModelLoadError(f"{self.path}: there is no tensor {name!r}")
+        return found
+
+
+def _dequantize(packed: np.ndarray, tensor_type: GGMLQuantizationType) -> np.ndarray:
+    """Packed blocks [num_bytes] uint8 -> float32 [num_elements]."""
+    block_elements, block_bytes = GGML_QUANT_SIZES[tensor_type]
+    out = np.empty(packed.size // block_bytes * block_elements, np.float32)
+    row_bytes = _BLOCKS_PER_ROW * block_bytes
+    bulk = packed.size // row_bytes * row_bytes
+    split = bulk // block_bytes * block_elements
+    # float16 scales may hold anything, also values whose product overflows to infinity.
+    with np.errstate(all="ignore"):
+        if bulk:
+            rows = packed[:bulk].reshape(-1, row_bytes)
+            out[:split] = dequantize(rows, tensor_type).reshape(-1)
+        if bulk < packed.size:
+            out[split:] = dequantize(packed[bulk:].reshape(1, -1), tensor_type).reshape(-1)
+    return out
+
+
+def _open_shards(path: Path) -> list[_Shard]:
+    """All files of the checkpoint that `path` belongs to, ordered by split.no."""
+    first = _open_shard(path)
+    count = first.header.metadata.get("split.count", 1)
+    if type(count) is not int or not 0 <= count <= MAX_SHARDS:
+        raise ModelLoadError(f"{path}: split.count is {str(count)[:40]}, not 0 to {MAX_SHARDS}")
+    if count <= 1:
+        return [first]
+    match = _SHARD_NAME.fullmatch(path.name)
+    if match is None or int(match["count"]) != count:
+        raise ModelLoadError(
+            f"{path}: this is one of {count} files of a checkpoint; name them "
+            f"NAME-00001-of-{count:05d}.gguf and so on, in one folder"
+        )
+    shards = {}
+    for number in range(1, count + 1):
+        name = f"{match['stem']}-{number:05d}-of-{count:05d}.gguf"
+        shard = first if name == path.name else _open_shard(path.with_name(name))
+        index = shard.header.metadata.get("split.no")
+        if type(index) is not int or not 0 <= index < count or index in shards:
+            raise ModelLoadError(
+                f"{shard.path}: split.no is {str(index)[:40]}; each file of a checkpoint of "
+                f"{count} files needs its own number from 0 to {count - 1}"
+            )
+        shards[index] = shard
+    return [shards[index] for index in range(count)]
+
+
+def _open_shard(path: Path) -> _Shard:
+    try:
+        with path.open("rb") as file:
+            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except FileNotFoundError:
+        match = _SHARD_NAME.fullmatch(path.name)
+        part = f" (part {int(match['number'])} of {int(match['count'])})" if match else ""
+        raise ModelLoadError(f"{path}: there is no such file{part}; download it") from None
+    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        raise ModelLoadError(f"{path}: cannot be read: {error}") from error
+    return _Shard(path, data, read_header(data, str(path)))

@@ -1,0 +1,45 @@
+"""Where weights come from, whatever the file format: tensors by their Hugging Face names."""
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import numpy as np
+
+
+class TensorSource(Protocol):
+    """Named tensors in Hugging Face's layout: matrices are [output rows, input columns].
+
+    location: file or folder, for error texts. load() gives a float32 array that the caller owns;
+    it raises ModelLoadError naming file and tensor, and may be called from several threads.
+    label() is what the file itself calls a tensor, present or not.
+    """
+
+    location: str
+
+    def names(self) -> Iterable[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def load(self, name: str) -> np.ndarray: ...
+
+    def label(self, name: str) -> str: ...
+
+
+class ArraySource:
+    """Tensors that are in memory already: random weights, tests, weights a program computed."""
+
+    def __init__(self, tensors: Mapping[str, np.ndarray], location: str = "arrays") -> None:
+        self.location = location
+        self._tensors = tensors
+
+    def names(self) -> Iterable[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def load(self, name: str) -> np.ndarray:
+        return np.array(self._tensors[name], np.float32)
+
+    def label(self, name: str) -> str:
+        return name
