@@ -1,0 +1,179 @@
+"""The thread-safe face of the engine: the server and `LLM` submit requests here and get deltas.
+
+    submit -> engine thread (token ids) -> text thread (text, stop strings) -> the caller's sink
+
+Everything that can be refused is refused in `submit`, in the caller's thread, before the engine
+hears of it.
+"""
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+from jaxserve.engine.engine_thread import EngineLike, EngineThread
+from jaxserve.engine.outputs import GenerationRequest
+from jaxserve.engine.request import Request
+from jaxserve.engine.text_stream import TextTokenizer
+from jaxserve.engine.text_thread import Sink, TextThread
+from jaxserve.errors import EngineDeadError, InvalidRequestError
+from jaxserve.sampling_params import SamplingParams, is_int
+
+# How long shutdown waits for a step in progress; a hung engine is then left to the process's end.
+STOP_SECONDS = 10.0
+
+
+class EngineClient:
+    """Runs an engine and its text side on two threads.
+
+    max_inflight: choices open at once; above it `submit` raises QueueFullError. Keep it at or
+    below what the engine itself can run and queue (max_batch_rows + max_queue). seed: root of the
+    seeds of requests that bring none; the n-th such request always draws the same one.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        tokenizer: TextTokenizer,
+        *,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        seed: int = 0,
+        max_inflight: int,
+    ) -> None:
+        self._engine = engine
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._root_seed = seed
+        self._seed_counter = itertools.count()
+        self._closed_because: str | None = "the engine has not been started"
+        self.max_inflight = max_inflight
+        self._text = TextThread(
+            tokenizer,
+            max_open=max_inflight,
+            finish_early=lambda choice_id, tokens: self._thread.finish(choice_id, tokens),
+            abort=lambda choice_id: self._thread.abort(choice_id),
+        )
+        self._thread = EngineThread(engine, on_events=self._text.post, on_exit=self._text.close)
+
+    def start(self, progress: Callable[[str], None] | None = None) -> None:
+        """Start both threads and the engine's warm-up, and return; see `wait_ready`.
+
+        `progress` hears the phases of the warm-up, on the engine's thread. Requests submitted
+        meanwhile wait for its end.
+        """
+        self._closed_because = None
+        self._text.start()
+        self._thread.start(progress)
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Wait for the end of warm-up. Raises EngineDeadError if it failed, or TimeoutError."""
+        self._thread.wait_ready(timeout)
+
+    def shutdown(self, drain_seconds: float = 0.0) -> None:
+        """Refuse new requests, let the open ones run for `drain_seconds`, abort the rest, stop.
+
+        Every open choice has had its last delta when this returns. It may be called again, and
+        from any thread but a sink's.
+        """
+        started = self._closed_because is None
+        self._closed_because = "the engine is shutting down"
+        if not started:
+            return
+        if drain_seconds > 0:
+            self._text.wait_until_empty(drain_seconds)
+        self._thread.stop()
+        self._thread.join(STOP_SECONDS)
+        if self._thread.is_alive:
+            self._text.close(TimeoutError(f"a step has not ended within {STOP_SECONDS:g} s"))
+        self._text.join(STOP_SECONDS)
+
+    def submit(self, request: GenerationRequest, sink: Sink) -> None:
+        """Queue a request; `sink` gets its deltas, on the text thread, and must not block.
+
+        Each choice ends with exactly one delta that has a finish_reason. Raises
+        InvalidRequestError, QueueFullError or EngineDeadError, and then no delta comes.
+        """
+        if self._closed_because is not None:
+            raise EngineDeadError(self._closed_because)
+        max_tokens = self.check(request.prompt_token_ids, request.params)
+        choices = self._choices(request, max_tokens)
+        self._text.open(request.request_id, choices, sink)
+        for choice in choices:
+            self._thread.add(choice)
+
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
+        """Whether such a request can be served at all; returns its max_tokens, resolved.
+
+        Raises InvalidRequestError naming the field, the value and the limit.
+        """
+        if not prompt_token_ids:
+            raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
+        for token in prompt_token_ids:
+            if not is_int(token) or not 0 <= token < self._vocab_size:
+                raise InvalidRequestError(
+                    f"the prompt holds the token id {_show(token)}; the model's vocabulary has "
+                    f"{self._vocab_size} ids, whole numbers from 0 to {self._vocab_size - 1}",
+                    "prompt",
+                )
+        params.check_against_model(self._vocab_size)
+        max_tokens = self._engine.check_admissible(len(prompt_token_ids), params.max_tokens)
+        if params.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens is {params.min_tokens}, but after {len(prompt_token_ids)} prompt "
+                f"tokens there is room for {max_tokens}; lower min_tokens or shorten the prompt",
+                "min_tokens",
+            )
+        return max_tokens
+
+    def abort(self, request_id: str) -> None:
+        """End a request's open choices: each gets an "abort" delta. Unknown or ended: nothing."""
+        for choice_id in self._text.open_choice_ids(request_id):
+            self._thread.abort(choice_id)
+
+    def is_healthy(self, stall_seconds: float) -> bool:
+        """Ready, both threads alive, and no step older than `stall_seconds` still unfinished."""
+        return self._text.is_alive and self._thread.is_progressing(stall_seconds)
+
+    @property
+    def is_ready(self) -> bool:
+        """Warm-up is done and the engine has not died since."""
+        return self._thread.is_ready
+
+    @property
+    def num_inflight(self) -> int:
+        """Choices submitted whose last delta has not been published."""
+        return self._text.num_open
+
+    def _choices(self, request: GenerationRequest, max_tokens: int) -> list[Request]:
+        seed = request.params.seed
+        if seed is None:
+            seed = _draw_seed(self._root_seed, next(self._seed_counter))
+        arrival_time = time.monotonic()
+        return [
+            Request(
+                request_id=f"{request.request_id}-{choice}",
+                prompt_token_ids=tuple(request.prompt_token_ids),
+                params=request.params,
+                max_tokens=max_tokens,
+                seed=seed,
+                eos_token_ids=self._eos_token_ids,
+                choice=choice,
+                priority=request.priority,
+                arrival_time=arrival_time,
+            )
+            for choice in range(request.params.n)
+        ]
+
+
+def _draw_seed(root: int, count: int) -> int:
+    """A seed of 63 bits, independent for every (root, count)."""
+    digest = hashlib.blake2b(f"{root}/{count}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
+
+
+def _show(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 128:  # may be too long to print at all
+        return f"(a whole number of {value.bit_length()} bits)"
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
