@@ -1,0 +1,69 @@
+"""What the scheduler says: the limits it keeps, the plan of a step, and what a commit brought.
+
+Plain data that crosses from the scheduler to the batch builder and the engine. No jax.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jaxserve.engine.request import Request
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a step and a request may take.
+
+    max_batch_tokens counts prefill tokens of a step; decode rows come on top.
+    prefill_sizes: the prefill sizes steps are padded to, ascending (`buckets.prefill_sizes`).
+    max_chunk: longest chunk of one prompt in a step, or None; results do not depend on it.
+    """
+
+    max_batch_rows: int
+    max_batch_tokens: int
+    max_prefill_rows: int
+    max_model_len: int
+    max_queue: int
+    prefill_sizes: tuple[int, ...] = ()
+    max_chunk: int | None = None
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """Tokens [start, start + num_tokens) of a request run in this step.
+
+    samples: they reach its last token, so a token is drawn. epoch: the request's preemptions when
+    this was planned; a result of an earlier epoch is dropped.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step. Decode rows run one token each and always sample; preempted requests wait again."""
+
+    decode: tuple[Scheduled, ...] = ()
+    prefill: tuple[Scheduled, ...] = ()
+    preempted: tuple[Request, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.decode and not self.prefill
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(item.num_tokens for item in self.prefill)
+
+
+class Committed(NamedTuple):
+    """A new token of a request. finish_reason is "stop", "length" or None; stop_reason is the
+    user's stop token id if that ended it."""
+
+    request: Request
+    token: int
+    finish_reason: str | None
+    stop_reason: int | None
