@@ -37,6 +37,17 @@ def _bounded_int(config: HFConfig, key: str, default: int | None, low: int, high
     return value
 
 
+def key_value_heads(config: HFConfig, num_heads: int) -> int:
+    """num_key_value_heads (absent: one for each query head), checked to divide num_heads."""
+    number = positive_int(config, "num_key_value_heads", num_heads)
+    if num_heads % number:
+        raise ModelLoadError(
+            f"config: num_attention_heads {num_heads} is not a multiple of "
+            f"num_key_value_heads {number}"
+        )
+    return number
+
+
 def positive_float(config: HFConfig, key: str, default: float | None = None) -> float | None:
     """config[key] as float; None only if it is absent or null and so is the default."""
     value: Any = config.get(key)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.core.kv_pool import KVPool
-from jaxserve.core.kv_spec import KVGroup, KVSpec
+from jaxserve.core.kv_spec import KVSpec
 from jaxserve.core.ops import Ops
 from jaxserve.core.step_batch import StepBatch
 from jaxserve.errors import ModelLoadError
@@ -23,6 +23,7 @@ from jaxserve.layers.mlp import gated_mlp
 from jaxserve.layers.rope import Rope, cos_and_sin, rotate
 from jaxserve.models import hf_config
 from jaxserve.models.base import ModelDef, Params, ParamSpec, Taps, WeightNames
+from jaxserve.models.windows import group_by_window
 
 
 @dataclass(frozen=True)
@@ -76,12 +77,7 @@ def config_from_hf(config: Mapping[str, Any]) -> LlamaConfig:
     hidden_size = hf_config.positive_int(config, "hidden_size")
     num_layers = hf_config.positive_int(config, "num_hidden_layers", limit=hf_config.MAX_LAYERS)
     num_heads = hf_config.positive_int(config, "num_attention_heads")
-    num_kv_heads = hf_config.positive_int(config, "num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise ModelLoadError(
-            f"config: num_attention_heads {num_heads} is not a multiple of "
-            f"num_key_value_heads {num_kv_heads}"
-        )
+    num_kv_heads = hf_config.key_value_heads(config, num_heads)
     head_dim = hf_config.positive_int(
         config, "head_dim", member.head_dim or max(hidden_size // num_heads, 1)
     )
@@ -211,12 +207,7 @@ def _layer_names(config: LlamaConfig, prefix: str) -> dict[str, WeightNames]:
 
 def kv_spec(config: LlamaConfig) -> KVSpec:
     """One group, or two where Qwen mixes layers with and without a window."""
-    groups = []
-    for window in dict.fromkeys(config.windows):
-        layers = tuple(i for i, own in enumerate(config.windows) if own == window)
-        name = "global" if window is None else "windowed"
-        groups.append(KVGroup(name, layers, config.num_kv_heads, config.head_dim, window))
-    return KVSpec(tuple(groups))
+    return group_by_window(config.windows, config.num_kv_heads, config.head_dim)
 
 
 def forward(
