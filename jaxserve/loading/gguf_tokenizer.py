@@ -1,0 +1,127 @@
+"""The tokenizer of a GGUF file, rebuilt from its metadata.
+
+GGUF stores a vocabulary, token kinds, merges or scores, and the names of two or three conventions
+(keys `tokenizer.ggml.*` of the specification in the ggml repository, docs/gguf.md). The aim is the
+ids that the model's own Hugging Face tokenizer gives.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers
+
+from jaxserve.errors import ModelLoadError
+from jaxserve.loading.split_rules import split_rule
+from jaxserve.loading.token_kinds import TokenKind
+from jaxserve.loading.tokenizer import Tokenizer
+
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Build the tokenizer; ModelLoadError names the metadata key that is missing or wrong."""
+    builders: dict[str, Callable[[_Vocabulary], tuple[tokenizers.Tokenizer, bool]]] = {
+        "gpt2": _byte_level,
+    }
+    model = metadata.get("tokenizer.ggml.model")
+    if model not in builders:
+        raise ModelLoadError(
+            f"tokenizer.ggml.model is {str(model)[:60]!r}; supported are {', '.join(builders)}"
+        )
+    vocabulary = _Vocabulary(metadata)
+    backend, adds_bos = builders[model](vocabulary)
+    named = vocabulary.named_ids()
+    prefix = _affix(metadata, named, "bos", adds_bos)
+    suffix = _affix(metadata, named, "eos", False)
+    return Tokenizer(backend, named=named, prefix_ids=prefix, suffix_ids=suffix)
+
+
+class _Vocabulary:
+    """The checked lists of one file: tokens, kinds, scores and merges."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self.metadata = metadata
+        self.tokens = self.strings("tokens")
+        kinds = metadata.get("tokenizer.ggml.token_type")
+        if kinds is not None and len(kinds) != len(self.tokens):
+            raise ModelLoadError(
+                f"tokenizer.ggml.token_type has {len(kinds)} entries for {len(self.tokens)} tokens"
+            )
+        self.kinds: list[int] = [TokenKind.NORMAL] * len(self.tokens) if kinds is None else kinds
+        self._drop_padding()
+
+    def strings(self, key: str) -> list[str]:
+        values = self.metadata.get(f"tokenizer.ggml.{key}")
+        if not isinstance(values, list) or not values or not isinstance(values[0], str):
+            raise ModelLoadError(f"tokenizer.ggml.{key} is missing or not a list of strings")
+        return values
+
+    def named_ids(self) -> dict[str, int]:
+        """Ids of the tokens with a role, those the file names."""
+        named = {}
+        for role, key in _ROLES.items():
+            token_id = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
+            if token_id is None:
+                continue
+            if not 0 <= token_id < len(self.tokens):
+                raise ModelLoadError(
+                    f"tokenizer.ggml.{key}_token_id is {token_id}, but the vocabulary has "
+                    f"{len(self.tokens)} tokens"
+                )
+            named[role] = token_id
+        return named
+
+    def ids(self) -> dict[str, int]:
+        """Token to id; of a token listed twice the first id counts."""
+        ids: dict[str, int] = {}
+        for token_id, token in enumerate(self.tokens):
+            ids.setdefault(token, token_id)
+        return ids
+
+    def of_kind(self, kind: TokenKind) -> list[str]:
+        return [t for t, k in zip(self.tokens, self.kinds, strict=True) if k == kind]
+
+    def special_tokens(self) -> list[AddedToken]:
+        """Control tokens and the ones with a role: matched whole in a text, not decoded."""
+        contents = dict.fromkeys(self.of_kind(TokenKind.CONTROL))
+        contents |= dict.fromkeys(self.tokens[i] for i in self.named_ids().values())
+        return [AddedToken(c, special=True, normalized=False) for c in contents if c]
+
+    def _drop_padding(self) -> None:
+        """Converters fill the vocabulary up to the rows of the embedding with unused tokens."""
+        size = len(self.tokens)
+        while size and self.kinds[size - 1] == TokenKind.UNUSED:
+            size -= 1
+        self.tokens, self.kinds = self.tokens[:size], self.kinds[:size]
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    """GPT-2's scheme: text as bytes, each spelled as a printable character, merged by rank."""
+    rule = split_rule(vocabulary.metadata.get("tokenizer.ggml.pre"))
+    merges = [tuple(merge.split(" ")) for merge in vocabulary.strings("merges")]
+    try:
+        model = models.BPE(
+            vocab=vocabulary.ids(), merges=merges, ignore_merges=rule.whole_words_first
+        )
+    except Exception as error:
+        raise ModelLoadError(
+            f"tokenizer.ggml.merges does not fit tokenizer.ggml.tokens: {str(error)[:200]}"
+        ) from error
+    backend = tokenizers.Tokenizer(model)
+    if rule.normalize_nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = rule.pre_tokenizer()
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(vocabulary.special_tokens())
+    user_defined = vocabulary.of_kind(TokenKind.USER_DEFINED)
+    backend.add_tokens([AddedToken(t, normalized=False) for t in user_defined if t])
+    return backend, rule.adds_bos
+
+
+def _affix(
+    metadata: Mapping[str, Any], named: Mapping[str, int], role: str, default: bool
+) -> list[int]:
+    """The BOS or EOS that this vocabulary puts around a text, if any."""
+    wanted = metadata.get(f"tokenizer.ggml.add_{role}_token", default)
+    return [named[role]] if wanted and role in named else []
