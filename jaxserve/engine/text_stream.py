@@ -33,7 +33,9 @@ class TextTokenizer(Protocol):
         self, prompt_ids: Sequence[int], skip_special_tokens: bool = True
     ) -> TextDetokenizer: ...
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def id_to_token(self, token_id: int) -> str:
+        """One token as text: its own spaces kept, part of a character as U+FFFD."""
+        ...
 
 
 class TextStream:
@@ -137,11 +139,9 @@ class TextStream:
         return text, tuple(ids), tuple(map(self._logprob_dict, ids, raw))
 
     def _logprob_dict(self, token: int, raw: TokenLogprobs) -> dict[int, Logprob]:
-        entries = {token: Logprob(raw.logprob, raw.rank, self._token_text(token))}
+        text_of = self._tokenizer.id_to_token
+        entries = {token: Logprob(raw.logprob, raw.rank, text_of(token))}
         for rank, (other, logprob) in enumerate(raw.top, start=1):
             if other != token:
-                entries[other] = Logprob(logprob, rank, self._token_text(other))
+                entries[other] = Logprob(logprob, rank, text_of(other))
         return entries
-
-    def _token_text(self, token: int) -> str:
-        return self._tokenizer.decode((token,), skip_special_tokens=False)

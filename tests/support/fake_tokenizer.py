@@ -41,6 +41,9 @@ class FakeTokenizer:
         hidden = self.special if skip_special_tokens else frozenset()
         return b"".join(self.pieces[i] for i in ids if i not in hidden).decode(errors="replace")
 
+    def id_to_token(self, token_id: int) -> str:
+        return self.pieces[token_id].decode(errors="replace")
+
     def detokenizer(
         self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> "FakeDetokenizer":
