@@ -27,8 +27,7 @@ class Limits:
     max_chunk: int | None = None
 
 
-@dataclass(frozen=True)
-class Scheduled:
+class Scheduled(NamedTuple):
     """Tokens [start, start + num_tokens) of a request run in this step.
 
     samples: they reach its last token, so a token is drawn. epoch: the request's preemptions when

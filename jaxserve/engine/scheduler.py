@@ -259,9 +259,11 @@ class Scheduler:
     def _admissible(self, max_rows: int) -> list[_Entry]:
         """The first waiting requests that rows and pages allow to enter together."""
         max_rows = min(max_rows, self.limits.max_batch_rows - len(self._running))
+        if max_rows <= 0 or not self._waiting:
+            return []
         free = self.allocator.num_free - sum(map(self._may_grow, self._running))
         entries = []
-        for entry in self._waiting[: max(max_rows, 0)]:
+        for entry in self._waiting[:max_rows]:
             free -= self.allocator.pages_for(entry.num_tokens)
             if free < 0:
                 break
