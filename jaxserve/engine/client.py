@@ -70,6 +70,10 @@ class EngineClient:
         """Wait for the end of warm-up. Raises EngineDeadError if it failed, or TimeoutError."""
         self._thread.wait_ready(timeout)
 
+    def raise_if_dead(self) -> None:
+        """Raise EngineDeadError, with its cause, if the engine's thread has died of an error."""
+        self._thread.raise_if_dead()
+
     def shutdown(self, drain_seconds: float = 0.0) -> None:
         """Refuse new requests, let the open ones run for `drain_seconds`, abort the rest, stop.
 
@@ -117,6 +121,12 @@ class EngineClient:
                     "prompt",
                 )
         params.check_against_model(self._vocab_size)
+        if params.n > self.max_inflight:
+            raise InvalidRequestError(
+                f"n is {params.n}, but at most {self.max_inflight} choices can be open at once; "
+                "ask several times for fewer",
+                "n",
+            )
         max_tokens = self._engine.check_admissible(len(prompt_token_ids), params.max_tokens)
         if params.min_tokens > max_tokens:
             raise InvalidRequestError(

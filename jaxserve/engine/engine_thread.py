@@ -78,6 +78,10 @@ class EngineThread:
         """Return when warm-up is done; raises EngineDeadError if it failed, TimeoutError."""
         if not self._settled.wait(timeout):
             raise TimeoutError(f"the engine is not ready after {timeout:g} s")
+        self.raise_if_dead()
+
+    def raise_if_dead(self) -> None:
+        """Raise EngineDeadError if an error has ended the thread."""
         if self._error is not None:
             raise EngineDeadError(describe_death(self._error)) from self._error
 
@@ -100,7 +104,7 @@ class EngineThread:
         self._inbox.put(partial(self._add, request))
 
     def abort(self, request_id: str) -> None:
-        """End a request early; nothing happens if it has ended."""
+        """End a request early: its "abort" event follows, unless it has ended before."""
         self._inbox.put(partial(self._abort, request_id))
 
     def finish(self, request_id: str, token_index: int) -> None:
@@ -165,6 +169,8 @@ class EngineThread:
     def _abort(self, request_id: str) -> None:
         if request_id in self._live:
             self._engine.abort(request_id)
+        else:  # it has ended, and the text side drops this; or its add was interrupted
+            self._on_events([TokenEvent(request_id, (), None, "abort")])
 
     def _finish(self, request_id: str, token_index: int) -> None:
         if request_id in self._live:

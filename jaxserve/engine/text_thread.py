@@ -90,12 +90,8 @@ class TextThread:
         """Enter a user request's choices into the table, all or none.
 
         Raises EngineDeadError, QueueFullError (retry later) or InvalidRequestError (the id is in
-        use, or the choices alone are more than the table holds).
+        use).
         """
-        if len(choices) > self._max_open:
-            raise InvalidRequestError(
-                f"n is {len(choices)}; this server runs at most {self._max_open} at once", "n"
-            )
         with self._lock:
             if self._closed is not None:
                 raise EngineDeadError(self._closed)

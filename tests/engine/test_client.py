@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from jaxserve.engine.client import EngineClient
+from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.outputs import GenerationRequest, OutputDelta
 from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from jaxserve.sampling_params import SamplingParams
@@ -310,6 +311,24 @@ def test_b02_abort_before_the_engine_has_seen_the_request():
         result.wait()
         assert (result.end().finish_reason, result.ids()) == ("abort", [])
     assert engine.freed == {"r-0": 1}
+
+
+def test_abort_ends_a_request_whose_submit_was_interrupted(monkeypatch):
+    """Ctrl-C between entering the table and reaching the engine: the abort must still end it."""
+    engine = FakeEngine([A])
+    with running(engine) as client:
+        sink = Collector()
+
+        def interrupted(self, request):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(EngineThread, "add", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                client.submit(GenerationRequest("r", (A,), SamplingParams()), sink)
+        client.abort("r")
+        assert sink.wait().end().finish_reason == "abort"
+        assert ask(client, "r").wait().text() == "A"
 
 
 def test_aborting_from_the_sink():

@@ -1,7 +1,7 @@
 """The stop-string rule against plain str.find on the whole text."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.stop_strings import StopMatcher
@@ -31,6 +31,7 @@ def run(pieces: list[str], stops: list[str]) -> StopMatcher:
     return matcher
 
 
+@settings(deadline=None)
 @given(PIECES, STOPS)
 def test_winner_is_the_first_match_of_the_whole_text(pieces, stops):
     matcher = run(pieces, stops)
@@ -47,6 +48,7 @@ def test_winner_is_the_first_match_of_the_whole_text(pieces, stops):
     assert match.mark == next(n for n, length in enumerate(lengths) if length >= match.end)
 
 
+@settings(deadline=None)
 @given(PIECES, PIECES, STOPS)
 def test_a_match_counts_only_if_it_ends_after_the_minimum(before, after, stops):
     matcher = StopMatcher(tuple(stops))
@@ -62,6 +64,7 @@ def test_a_match_counts_only_if_it_ends_after_the_minimum(before, after, stops):
     assert (None if match is None else (match.start, match.end)) == expected
 
 
+@settings(deadline=None)
 @given(PIECES, STOPS)
 def test_holds_back_exactly_what_could_still_become_a_stop(pieces, stops):
     matcher = StopMatcher(tuple(stops))

@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.outputs import OutputDelta
@@ -96,6 +96,7 @@ def expected(ids: list[int], params: SamplingParams, reason: str) -> tuple:
     return shown, tuple(ids[:kept]), "stop", stop
 
 
+@settings(deadline=None)
 @given(
     ids=IDS,
     stops=STOPS,
@@ -123,6 +124,7 @@ def test_b03_joined_deltas_equal_the_whole(
     assert all(d.finish_reason is None for d in deltas[:-1])
 
 
+@settings(deadline=None)
 @given(ids=IDS, stops=STOPS, cuts=st.sets(st.integers(1, 14)))
 def test_nothing_published_is_ever_taken_back(ids, stops, cuts):
     """Whatever comes next, what was published is a prefix of the result, text and ids alike."""

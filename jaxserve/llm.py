@@ -1,0 +1,263 @@
+"""The Python API: `LLM(model).generate(prompts, params)` and `.chat(messages, params)`.
+
+Names and shapes are vLLM's. Prompts are checked and tokenised before anything starts, then run
+through the same client, scheduler and steps as the server's requests.
+"""
+
+import dataclasses
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Self
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.client import EngineClient
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.offline_batch import BatchProgress, OfflineBatch
+from jaxserve.engine.outputs import GenerationRequest
+from jaxserve.engine.request_output import CompletionOutput, RequestOutput
+from jaxserve.errors import EngineDeadError, InvalidRequestError
+from jaxserve.loading.load import load_model
+from jaxserve.loading.loaded_model import LoadedModel
+from jaxserve.loading.tokenizer import Tokenizer
+from jaxserve.sampling_params import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput"]
+
+Prompt = str | Mapping[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}
+Message = Mapping[str, Any]
+OneOrMoreParams = SamplingParams | Sequence[SamplingParams] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _ReadPrompt:
+    text: str | None
+    token_ids: tuple[int, ...]
+
+
+class LLM:
+    """A model ready to generate, on engine threads of its own.
+
+    model: a name or path that `jaxserve serve` takes too, or a LoadedModel. The other arguments
+    are the fields of EngineConfig. Several threads may call it; their batches run one after the
+    other. Use it as a context manager, or call `close()`, to give the memory back.
+    """
+
+    def __init__(self, model: str | LoadedModel, **engine_config: Any) -> None:
+        config = _engine_config(engine_config)
+        self.model = load_model(model, dtype=config.dtype) if isinstance(model, str) else model
+        self._client: EngineClient | None = EngineClient(
+            Engine(self.model, config),
+            self.model.tokenizer,
+            vocab_size=self.model.vocab_size,
+            eos_token_ids=self.model.eos_token_ids,
+            seed=config.seed,
+            max_inflight=config.max_batch_rows + config.max_queue,
+        )
+        self._shutdown = weakref.finalize(self, self._client.shutdown)  # also at exit
+        self._request_ids = itertools.count()
+        self._turn = threading.Lock()
+        self._client.start()
+        try:
+            self._client.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: OneOrMoreParams = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; results in the order of the prompts.
+
+        prompts: a text, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these; a text
+        is tokenised with the tokenizer's special tokens, ids are taken as they are.
+        sampling_params: one for all, one per prompt, or None for the model's defaults.
+
+        Raises InvalidRequestError, naming the prompt's index, before anything starts.
+        """
+        if isinstance(prompts, str | Mapping):
+            return self._run([self._read_prompt(prompts)], sampling_params, use_tqdm)
+        _require_list("prompts", prompts)
+        read = [_at("prompt", i, self._read_prompt, p) for i, p in enumerate(prompts)]
+        return self._run(read, sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: OneOrMoreParams = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, each a list of messages.
+
+        chat_template_kwargs go to the template as they are. The templated text is tokenised
+        without special tokens of our own. Raises InvalidRequestError as `generate` does, and for
+        a model without a chat template.
+        """
+        _require_list("messages", messages)
+        if not messages:
+            raise InvalidRequestError("messages is empty; give at least one message", "messages")
+        options = dict(chat_template_kwargs or {})
+        options |= {"add_generation_prompt": add_generation_prompt, "tools": tools}
+        if isinstance(messages[0], Mapping):
+            read = [self._read_conversation(messages, options)]
+        else:
+            read = [
+                _at("conversation", i, self._read_conversation, conversation, options)
+                for i, conversation in enumerate(messages)
+            ]
+        return self._run(read, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.model.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `sampling_params=None` means: the defaults, with those of the model on top."""
+        return SamplingParams(**self.model.sampling_defaults)
+
+    def close(self) -> None:
+        """Abort what runs, stop the threads and let go of the engine; may be called again."""
+        self._client = None
+        self._shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _read_prompt(self, prompt: Prompt) -> _ReadPrompt:
+        if isinstance(prompt, str):
+            prompt = {"prompt": prompt}
+        if not isinstance(prompt, Mapping):
+            raise InvalidRequestError(
+                f"a prompt of type {type(prompt).__name__}; give a text, or token ids as "
+                '{"prompt_token_ids": [...]}',
+                "prompt",
+            )
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        if unknown or (text is None and ids is None):
+            keys = ", ".join(sorted(map(str, prompt)))[:80]
+            raise InvalidRequestError(
+                f'a prompt with the keys ({keys}); give "prompt" or "prompt_token_ids"', "prompt"
+            )
+        if text is not None and not isinstance(text, str):
+            raise InvalidRequestError(f"the prompt is a {type(text).__name__}, not text", "prompt")
+        if ids is not None:
+            return _ReadPrompt(text, _token_ids(ids))
+        assert text is not None
+        return _ReadPrompt(text, tuple(self.model.tokenizer.encode(text)))
+
+    def _read_conversation(self, messages: Any, options: Mapping[str, Any]) -> _ReadPrompt:
+        template = self.model.chat_template
+        if template is None:
+            raise InvalidRequestError(
+                f"the model {self.model.name} has no chat template (a base model); use generate",
+                "messages",
+            )
+        _require_list("messages", messages)
+        text = template.render(messages, **options)
+        return _ReadPrompt(text, tuple(self.model.tokenizer.encode(text, add_special_tokens=False)))
+
+    def _run(
+        self, prompts: Sequence[_ReadPrompt], sampling_params: OneOrMoreParams, use_tqdm: bool
+    ) -> list[RequestOutput]:
+        client = self._client
+        if client is None:
+            raise EngineDeadError("this LLM has been closed; make a new one")
+        all_params = self._params_per_prompt(sampling_params, len(prompts))
+        for index, (prompt, params) in enumerate(zip(prompts, all_params, strict=True)):
+            _at("prompt", index, client.check, prompt.token_ids, params)
+        with self._turn:
+            requests = [
+                GenerationRequest(str(next(self._request_ids)), prompt.token_ids, params)
+                for prompt, params in zip(prompts, all_params, strict=True)
+            ]
+            batch = OfflineBatch(client, requests, [prompt.text for prompt in prompts])
+            if not use_tqdm:
+                return batch.run()
+            with _progress_bar(len(prompts)) as tell:
+                return batch.run(tell)
+
+    def _params_per_prompt(
+        self, sampling_params: OneOrMoreParams, count: int
+    ) -> Sequence[SamplingParams]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            return [sampling_params] * count
+        if len(sampling_params) != count:
+            raise InvalidRequestError(
+                f"{len(sampling_params)} sampling_params for {count} prompts; give one for all or "
+                "one for each",
+                "sampling_params",
+            )
+        return sampling_params
+
+
+def _engine_config(fields: Mapping[str, Any]) -> EngineConfig:
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    unknown = sorted(set(fields) - known)
+    if unknown:
+        raise TypeError(
+            f"LLM has no argument {unknown[0]!r}; besides the model it takes "
+            + ", ".join(sorted(known))
+        )
+    return EngineConfig(**fields)
+
+
+def _at[T](what: str, index: int, check: Callable[..., T], *args: Any) -> T:
+    """check(*args), with the place in the user's list in front of its error."""
+    try:
+        return check(*args)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(f"{what} {index}: {error}", error.param) from error
+
+
+def _require_list(name: str, value: Any) -> None:
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise InvalidRequestError(f"{name} is a {type(value).__name__}, not a list", name)
+
+
+def _token_ids(ids: Any) -> tuple[int, ...]:
+    """The ids as a tuple; arrays become Python numbers. The client checks each."""
+    listed = ids.tolist() if hasattr(ids, "tolist") else ids
+    _require_list("prompt_token_ids", listed)
+    return tuple(listed)
+
+
+@contextmanager
+def _progress_bar(num_prompts: int) -> Iterator[Callable[[BatchProgress], None]]:
+    """A bar on stderr: prompts done, and prompt and output tokens per second so far."""
+    from rich import progress as bars  # only who shows a bar waits for its import
+    from rich.console import Console
+
+    columns = (
+        bars.TextColumn("prompts"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
+        bars.TextColumn("{task.fields[rates]}"),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("prompts", total=num_prompts, rates="")
+
+        def tell(now: BatchProgress) -> None:
+            seconds = max(bar.tasks[task].elapsed or 0.0, 1e-3)
+            rates = (
+                f"in {now.prompt_tokens / seconds:.0f} tok/s, "
+                f"out {now.output_tokens / seconds:.0f} tok/s"
+            )
+            bar.update(task, completed=now.finished_requests, rates=rates)
+
+        yield tell
