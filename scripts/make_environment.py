@@ -104,7 +104,7 @@ def install(folder: Path, wanted: Stamp) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith(("Collecting", "Downloading", "Installing", "Successfully")):
-                print(f"  {line.rstrip()[:160]}", flush=True)
+                print(f"  {line.partition(' (from')[0].rstrip()[:160]}", flush=True)
     if process.returncode != 0:
         sys.exit("pip could not install jaxserve; its message is above. Correct it and run again")
 

