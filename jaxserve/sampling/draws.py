@@ -1,0 +1,144 @@
+"""Draw one token per row from what temperature, top_k, min_p and top_p leave of its logits.
+
+A draw is a race: every token's score is its logit / temperature plus its noise, and the highest
+score among the kept tokens wins (Gumbel-max). Nothing is sorted to find out which are kept:
+
+- top_k needs the k-th largest logit. For k below CANDIDATES it is among that many largest logits,
+  and then the whole race takes place among them ("narrow" rows); otherwise it is searched for
+  bit by bit.
+- min_p is a floor relative to the largest probability.
+- top_p is asked only about the winner: it is kept iff the tokens more likely than it hold less
+  than top_p of the mass. If not, it and all that are no more likely are out, and the race is run
+  again among the rest with the same noise: exactly the race among the kept tokens. The chance of
+  another round is 1 - top_p at most, far from the ln(V) rounds of the worst case.
+
+A row's path depends on its own settings and logits, never on its neighbours'.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxserve.sampling import largest
+from jaxserve.sampling.random import DRAW, gumbel
+
+CANDIDATES = 128
+# Below the smallest normal number XLA's CPU code takes a float for zero, so such a temperature is
+# greedy: dividing by it would give 0 / 0.
+SMALLEST_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)
+
+
+class Filters(NamedTuple):
+    """What shapes each row's distribution, one value a row [S]; 0, 1 and 0 switch a filter off."""
+
+    temperature: jax.Array  # float32, at least SMALLEST_TEMPERATURE
+    top_k: jax.Array  # int32; 0 and less, or V and more: all
+    top_p: jax.Array  # float32
+    min_p: jax.Array  # float32
+
+
+def draw(
+    logits: jax.Array, peak: jax.Array, filters: Filters, keys: jax.Array, wanted: jax.Array
+) -> jax.Array:
+    """Tokens [S] int32 drawn in the rows `wanted` [S]; what the others hold means nothing.
+
+    logits [S, V] float32 with largest values peak [S], finite in wanted rows; keys [S, 2].
+    """
+    rows, vocab = logits.shape
+    limited = wanted & (filters.top_k > 0) & (filters.top_k < vocab)
+    tokens, narrow = lax.cond(
+        jnp.any(limited),
+        lambda: _draw_narrow(logits, peak, filters, keys, limited),
+        lambda: (jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool)),
+    )
+    wide = wanted & ~narrow
+    wide_tokens = lax.cond(
+        jnp.any(wide),
+        lambda: _draw_wide(logits, peak, filters, keys, wide, limited & wide),
+        lambda: tokens,
+    )
+    return jnp.where(narrow, tokens, wide_tokens)
+
+
+def _draw_narrow(
+    logits: jax.Array, peak: jax.Array, filters: Filters, keys: jax.Array, limited: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Draw among the largest logits: tokens [S], and which rows keep no token besides these."""
+    count = min(CANDIDATES, logits.shape[1])
+    top, ids = largest.top_k(logits, count)  # [S, count]
+    place = jnp.clip(filters.top_k - 1, 0, count - 1)
+    floor = jnp.take_along_axis(top, place[:, None], axis=1)  # the k-th largest
+    # A dropped last candidate shows that nothing outside is kept, ties at the floor included.
+    last = top[:, -1]
+    complete = (last < floor[:, 0]) | (last == -jnp.inf) | (count == logits.shape[1])
+    narrow = limited & (filters.top_k <= count) & complete
+    scores, weights = _contest(top, ids, floor, peak, filters, keys)
+    winner = _race(scores, weights, filters.top_p, narrow)
+    return jnp.take_along_axis(ids, winner[:, None], axis=1)[:, 0], narrow
+
+
+def _draw_wide(
+    logits: jax.Array,
+    peak: jax.Array,
+    filters: Filters,
+    keys: jax.Array,
+    wide: jax.Array,
+    limited: jax.Array,
+) -> jax.Array:
+    """Draw among the whole vocabulary: tokens [S]."""
+    vocab = logits.shape[1]
+    floor = lax.cond(
+        jnp.any(limited),
+        lambda: largest.kth_largest(logits, jnp.where(limited, filters.top_k, vocab)),
+        lambda: jnp.full_like(peak, -jnp.inf),
+    )
+    floor = jnp.where(limited, floor, -jnp.inf)
+    ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
+    scores, weights = _contest(logits, ids, floor[:, None], peak, filters, keys)
+    return _race(scores, weights, filters.top_p, wide)
+
+
+def _contest(
+    logits: jax.Array,
+    ids: jax.Array,
+    floor: jax.Array,
+    peak: jax.Array,
+    filters: Filters,
+    keys: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Scores and unnormalised probabilities [S, N] of tokens; 0 where top_k or min_p drops them.
+
+    The peak goes first, so that the smallest temperature sends the others to -inf and 0.
+    """
+    scaled = (logits - peak[:, None]) / filters.temperature[:, None]
+    kept = (logits >= floor) & (scaled >= jnp.log(filters.min_p)[:, None])
+    weights = jnp.where(kept, jnp.exp(scaled), 0.0)
+    return scaled + gumbel(keys, ids, DRAW), weights
+
+
+def _race(scores: jax.Array, weights: jax.Array, top_p: jax.Array, rows: jax.Array) -> jax.Array:
+    """Index [S] of the highest score among tokens that have a weight and that top_p keeps.
+
+    Only `rows` [S] are waited for. Sums of more terms are never smaller, whatever the rounding, so
+    the kept set is a threshold on the weight and ties at it are all in.
+    """
+    filtered = rows & (top_p < 1.0)
+    target = top_p * jnp.sum(weights, axis=1)
+
+    def unsettled(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        return jnp.any(state[2])
+
+    def run(
+        state: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        bar, _, _ = state
+        _, winner = largest.argmax(jnp.where(weights > bar[:, None], scores, -jnp.inf))
+        weight = jnp.take_along_axis(weights, winner[:, None], axis=1)
+        above = jnp.sum(jnp.where(weights > weight, weights, 0.0), axis=1)
+        out = filtered & (above > 0.0) & (above >= target)
+        return jnp.where(out, weight[:, 0], bar), winner, out
+
+    start = (jnp.zeros_like(top_p), jnp.zeros(rows.shape, jnp.int32), rows)
+    return lax.while_loop(unsettled, run, start)[1]

@@ -1,0 +1,26 @@
+"""Per-request edits of single logits: ids that may not be drawn yet, and the user's bias."""
+
+import jax
+import jax.numpy as jnp
+
+
+def suppress(logits: jax.Array, ids: jax.Array, applies: jax.Array) -> jax.Array:
+    """Lower logits[s, ids[s]] to -inf in rows where `applies` [S]; ids [S, M], -1 is padding.
+
+    As a minimum, so that a NaN stays a NaN and the row is found to be broken.
+    """
+    return _at(logits, ids, applies).min(-jnp.inf, mode="drop")
+
+
+def add_bias(logits: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
+    """Add values[s, m] to logits[s, ids[s, m]]; ids [S, M], -1 is padding."""
+    every_row = jnp.ones(logits.shape[0], bool)
+    return _at(logits, ids, every_row).add(values, mode="drop")
+
+
+def _at(logits: jax.Array, ids: jax.Array, applies: jax.Array) -> jax.core.Tracer:
+    """A reference to entries of each row; padding is sent past the end, where writes are dropped
+    (a negative index would wrap around)."""
+    rows, width = logits.shape
+    valid = (ids >= 0) & applies[:, None]
+    return logits.at[jnp.arange(rows)[:, None], jnp.where(valid, ids, width)]
