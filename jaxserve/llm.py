@@ -19,6 +19,7 @@ from jaxserve.engine.offline_batch import BatchProgress, OfflineBatch
 from jaxserve.engine.outputs import GenerationRequest
 from jaxserve.engine.request_output import CompletionOutput, RequestOutput
 from jaxserve.errors import EngineDeadError, InvalidRequestError
+from jaxserve.loading.chat_template import encode_chat
 from jaxserve.loading.load import load_model
 from jaxserve.loading.loaded_model import LoadedModel
 from jaxserve.loading.tokenizer import Tokenizer
@@ -105,8 +106,11 @@ class LLM:
         _require_list("messages", messages)
         if not messages:
             raise InvalidRequestError("messages is empty; give at least one message", "messages")
-        options = dict(chat_template_kwargs or {})
-        options |= {"add_generation_prompt": add_generation_prompt, "tools": tools}
+        options = {
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "extra": chat_template_kwargs,
+        }
         if isinstance(messages[0], Mapping):
             read = [self._read_conversation(messages, options)]
         else:
@@ -167,7 +171,7 @@ class LLM:
             )
         _require_list("messages", messages)
         text = template.render(messages, **options)
-        return _ReadPrompt(text, tuple(self.model.tokenizer.encode(text, add_special_tokens=False)))
+        return _ReadPrompt(text, tuple(encode_chat(self.model.tokenizer, text)))
 
     def _run(
         self, prompts: Sequence[_ReadPrompt], sampling_params: OneOrMoreParams, use_tqdm: bool

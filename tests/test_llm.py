@@ -14,24 +14,25 @@ import jaxserve
 from jaxserve.engine.request import Request
 from jaxserve.errors import EngineDeadError, InvalidRequestError
 from jaxserve.llm import LLM
+from jaxserve.loading.chat_template import ChatTemplate
 from jaxserve.loading.loaded_model import LoadedModel
 from jaxserve.sampling_params import SamplingParams
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_tokenizer import FakeTokenizer
 
 EOS, BOS, USER, BOT = 0, 1, 2, 3
-PIECES = ["</s>", "<s>", "[user]", "[bot]", *"abcdefgh !"]
+PIECES = ["</s>", "<s>", "[user]", "[assistant]", *"abcdefgh !"]
 V = len(PIECES)
 A = PIECES.index("a")
 
 
-class FakeTemplate:
-    """[user] and [bot] before each message, BOS first, as models with a BOS in the template do."""
-
-    def render(self, messages, *, tools=None, add_generation_prompt=True, **kwargs) -> str:
-        turns = "".join(f"[{m['role']}]{m['content']}" for m in messages)
-        extra = "!" * (len(tools or ()) + kwargs.get("bangs", 0))
-        return f"<s>{turns}{extra}{'[bot]' if add_generation_prompt else ''}"
+# BOS first, as in models whose template and tokenizer both bring one.
+TEMPLATE = ChatTemplate(
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{{ '!' * ((tools or []) | length + (bangs or 0)) }}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}",
+    {"bos_token": "<s>"},
+)
 
 
 def model(*, bos: bool = True, template: bool = True, **defaults) -> LoadedModel:
@@ -41,7 +42,7 @@ def model(*, bos: bool = True, template: bool = True, **defaults) -> LoadedModel
         config=None,
         params=None,
         tokenizer=FakeTokenizer(PIECES, special=[EOS, BOS, USER, BOT], bos=BOS if bos else None),
-        chat_template=FakeTemplate() if template else None,
+        chat_template=TEMPLATE if template else None,
         eos_token_ids=(EOS,),
         vocab_size=V,
         max_model_len=64,
@@ -218,7 +219,7 @@ def test_n_above_what_can_be_open_is_refused(make):
 def test_b04_chat_has_one_bos(make):
     llm, engine = make()
     (output,) = llm.chat([{"role": "user", "content": "ab"}], use_tqdm=False)
-    assert output.prompt == "<s>[user]ab[bot]"
+    assert output.prompt == "<s>[user]ab[assistant]"
     assert output.prompt_token_ids == [BOS, USER, A, A + 1, BOT]
     assert engine.added[0].prompt_token_ids.count(BOS) == 1
 
@@ -226,7 +227,7 @@ def test_b04_chat_has_one_bos(make):
 def test_chat_takes_lists_of_conversations_and_template_options(make):
     llm, _ = make()
     one = [{"role": "user", "content": "a"}]
-    two = [*one, {"role": "bot", "content": "b"}, {"role": "user", "content": "c"}]
+    two = [*one, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     outputs = llm.chat(
         [one, two],
         SamplingParams(max_tokens=1),
@@ -235,7 +236,7 @@ def test_chat_takes_lists_of_conversations_and_template_options(make):
         tools=[{"type": "function"}],
         chat_template_kwargs={"bangs": 1},
     )
-    assert [o.prompt for o in outputs] == ["<s>[user]a!!", "<s>[user]a[bot]b[user]c!!"]
+    assert [o.prompt for o in outputs] == ["<s>[user]a!!", "<s>[user]a[assistant]b[user]c!!"]
 
 
 def test_chat_refusals(make):
