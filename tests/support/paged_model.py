@@ -1,0 +1,188 @@
+"""Runs a ModelDef over a paged pool, one step at a time, as the engine would.
+
+Page tables, slots and padding are laid out here by hand, so that a test says what a step holds.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.core.backends import make_ops
+from jaxserve.core.kv_pool import KVPool, make_pool
+from jaxserve.core.ops import Ops
+from jaxserve.core.step_batch import StepBatch
+from jaxserve.loading.random_init import random_tensors, standard_noise
+from jaxserve.models.base import Config, ModelDef, Params, ParamSpec, WeightNames
+from jaxserve.models.registry import find_model
+
+GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
+
+
+@dataclass
+class PagedSequence:
+    """A request's place in the pool: the pages it may use, in order, and the tokens so far."""
+
+    pages: Sequence[int]
+    length: int = 0
+
+
+@dataclass
+class PagedModel:
+    """A model, its weights and a pool whose every slot starts as NaN: reading a free one shows."""
+
+    model: ModelDef
+    config: Config
+    params: Params
+    num_pages: int = 64
+    page_size: int = 4
+    pages_per_row: int = 24
+    ops: Ops = field(init=False)
+    pool: KVPool = field(init=False)
+
+    def __post_init__(self) -> None:
+        spec = self.model.kv_spec(self.config)
+        self.num_groups = len(spec.groups)
+        self.ops = make_ops("reference", spec)
+        pool = make_pool(spec, self.num_pages, self.page_size, np.dtype("float32"))
+        self.pool = jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), pool)
+
+    def step(
+        self,
+        decode: Sequence[tuple[PagedSequence, int] | None] = (),
+        prefill: Sequence[tuple[PagedSequence, Sequence[int]]] = (),
+        *,
+        pad_rows: int = 0,
+        pad_tokens: int = 0,
+        junk: int = 0,
+    ) -> list[np.ndarray]:
+        """One step. Logits [tokens, V] of every decode row, then of every prefill row.
+
+        decode: a sequence and its next token, or None for a padded row. junk: the token id and
+        position that padding carries.
+        """
+        batch, owned = self._batch(decode, prefill, pad_rows, pad_tokens, junk)
+        logits, self.pool = _run(self.model, self.config, self.ops, self.params, batch, self.pool)
+        return [np.asarray(logits[start : start + length]) for start, length in owned]
+
+    def _batch(
+        self,
+        decode: Sequence[tuple[PagedSequence, int] | None],
+        prefill: Sequence[tuple[PagedSequence, Sequence[int]]],
+        pad_rows: int,
+        pad_tokens: int,
+        junk: int,
+    ) -> tuple[StepBatch, list[tuple[int, int]]]:
+        rows: list[tuple[PagedSequence, Sequence[int]] | None] = [
+            None if row is None else (row[0], [row[1]]) for row in decode
+        ]
+        rows += [*prefill, *[None] * pad_rows]
+        T = len(decode) + sum(len(tokens) for _, tokens in prefill) + pad_tokens
+        R = len(rows)
+        flat = {
+            "tokens": np.full(T, junk, np.int32),
+            "positions": np.full(T, junk, np.int32),
+            "row_of_token": np.full(T, R, np.int32),
+            "write_slot": np.full(T, -1, np.int32),
+        }
+        query_starts, query_lens, kv_lens = np.zeros((3, R), np.int32)
+        table = np.zeros((R, self.pages_per_row), np.int32)
+        owned, start = [], 0
+        for index, row in enumerate(rows):
+            query_starts[index] = start
+            if row is None:
+                start += index < len(decode)
+                continue
+            sequence, tokens = row
+            at = slice(start, start + len(tokens))
+            positions = np.arange(sequence.length, sequence.length + len(tokens), dtype=np.int32)
+            table[index, : len(sequence.pages)] = sequence.pages
+            flat["tokens"][at] = tokens
+            flat["positions"][at] = positions
+            flat["row_of_token"][at] = index
+            page = table[index, positions // self.page_size]
+            flat["write_slot"][at] = page * self.page_size + positions % self.page_size
+            sequence.length += len(tokens)
+            query_lens[index], kv_lens[index] = len(tokens), sequence.length
+            owned.append((start, len(tokens)))
+            start += len(tokens)
+        batch = StepBatch(
+            **flat,
+            prev_row=np.full(T, -1, np.int32),
+            query_starts=query_starts,
+            query_lens=query_lens,
+            kv_lens=kv_lens,
+            page_table=np.repeat(table[None], self.num_groups, axis=0),
+            adapter_slot=np.zeros(R, np.int32),
+            state_slot=np.zeros(R, np.int32),
+            sample_at=np.zeros((R, 1), np.int32),
+            decode_rows=len(decode),
+            width=1,
+        )
+        return batch, owned
+
+    def whole(self, tokens: Sequence[int], pages: Sequence[int] | None = None) -> np.ndarray:
+        """Logits [tokens, V] of a prompt in one step."""
+        pages = range(1, 1 + self.pages_per_row) if pages is None else pages
+        return self.step(prefill=[(PagedSequence(pages), tokens)])[0]
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
+def _run(
+    model: ModelDef, config: Config, ops: Ops, params: Params, batch: StepBatch, pool: KVPool
+) -> tuple[jax.Array, KVPool]:
+    hidden, _, pool = model.forward(config, params, batch, pool, ops)
+    return model.unembed(config, params, hidden, ops), pool
+
+
+def random_params(model: ModelDef, config: Config, seed: int = 0) -> Params:
+    """Params of any model: matrices of deviation 1 / sqrt(last axis), all else near its init."""
+
+    def draw(path: Any, spec: ParamSpec) -> np.ndarray:
+        noise = standard_noise(f"{seed}:{jax.tree_util.keystr(path)}", spec.shape)
+        if spec.init == "normal":
+            return noise * np.float32(spec.shape[-1] ** -0.5)
+        return np.float32(spec.init == "ones") + np.float32(0.1) * noise
+
+    specs = model.param_specs(config)
+    return jax.tree_util.tree_map_with_path(
+        draw, specs, is_leaf=lambda node: isinstance(node, ParamSpec)
+    )
+
+
+def params_of_tensors(model: ModelDef, config: Config, tensors: Mapping[str, np.ndarray]) -> Params:
+    """Join checkpoint tensors into params; every tensor is used, every shape is the specs'."""
+    left = dict(tensors)
+
+    def join(spec: ParamSpec, source: WeightNames) -> np.ndarray:
+        array = np.concatenate([left.pop(name) for name in source.names])
+        assert array.shape == spec.shape, (source.names, array.shape, spec.shape)
+        return array
+
+    params = jax.tree.map(
+        join,
+        model.param_specs(config),
+        model.weight_names(config),
+        is_leaf=lambda node: isinstance(node, ParamSpec),
+    )
+    assert not left, sorted(left)
+    return params
+
+
+def load_golden(name: str) -> dict[str, Any]:
+    return json.loads((GOLDENS / f"{name}.json").read_text())
+
+
+def golden_model(golden: Mapping[str, Any]) -> PagedModel:
+    """The model of a golden, its weights drawn again from the seed."""
+    model = find_model(golden["config"]["architectures"][0])
+    config = model.config_from_hf(golden["config"])
+    shapes = {name: tuple(shape) for name, shape in golden["shapes"].items()}
+    tensors = random_tensors(shapes, golden["seed"], golden["norm_center"])
+    return PagedModel(model, config, params_of_tensors(model, config, tensors))
