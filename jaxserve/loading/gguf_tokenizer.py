@@ -74,10 +74,8 @@ class _Vocabulary:
 
     def ids(self) -> dict[str, int]:
         """Token to id; of a token listed twice the first id counts."""
-        ids: dict[str, int] = {}
-        for token_id, token in enumerate(self.tokens):
-            ids.setdefault(token, token_id)
-        return ids
+        last_to_first = range(len(self.tokens) - 1, -1, -1)
+        return dict(zip(reversed(self.tokens), last_to_first, strict=True))
 
     def of_kind(self, kind: TokenKind) -> list[str]:
         return [t for t, k in zip(self.tokens, self.kinds, strict=True) if k == kind]

@@ -11,6 +11,7 @@ in a SentencePiece vocabulary.
 """
 
 import codecs
+import itertools
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -77,8 +78,9 @@ def token_text(backend: tokenizers.Tokenizer) -> TokenText:
     steps = _decoder_steps(backend)
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        for piece, token_id in vocabulary.items():
-            spoken[token_id] = _byte_level(piece)
+        plain = {piece: i for piece, i in vocabulary.items() if i not in added}
+        for token_id, data in zip(plain.values(), _byte_level(list(plain)), strict=True):
+            spoken[token_id] = data
         for token_id, token in added.items():
             spoken[token_id] = token.content.encode()
         return TokenText(spoken, special)
@@ -146,12 +148,15 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
-BYTE_ALPHABET = _byte_alphabet()
+_ALPHABET = _byte_alphabet()
+_TO_LATIN_1 = str.maketrans({character: chr(byte) for character, byte in _ALPHABET.items()})
 
 
-def _byte_level(piece: str) -> bytes:
-    """The bytes a piece spells; a piece with other characters is plain text, as in `tokenizers`."""
-    try:
-        return bytes([BYTE_ALPHABET[character] for character in piece])
-    except KeyError:
-        return piece.encode()
+def _byte_level(pieces: list[str]) -> list[bytes]:
+    """The bytes each piece spells; a piece with other characters is plain text (as the library)."""
+    joined = "".join(pieces)
+    if not _ALPHABET.keys() >= set(joined):
+        return [_byte_level([p])[0] if _ALPHABET.keys() >= set(p) else p.encode() for p in pieces]
+    data = joined.translate(_TO_LATIN_1).encode("latin-1")
+    ends = list(itertools.accumulate(map(len, pieces)))
+    return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
