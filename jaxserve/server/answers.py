@@ -48,6 +48,7 @@ class Answer:
             self.prepared.requests,
             self.state.metrics,
             self.arrival,
+            self.state.executor,
             max_backlog=MAX_STREAM_BACKLOG if self.options.stream else None,
         )
         try:

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from types import TracebackType
 from typing import Self
 
@@ -39,11 +40,13 @@ class Generation:
         requests: Sequence[GenerationRequest],
         metrics: ServerMetrics,
         arrival: float,
+        executor: Executor,
         *,
         max_backlog: int | None = None,
     ) -> None:
         self._client = client
         self._requests = requests
+        self._executor = executor
         self._max_backlog = max_backlog
         self._loop = asyncio.get_running_loop()
         self._pending: deque[tuple[int, OutputDelta]] = deque()
@@ -61,9 +64,7 @@ class Generation:
 
     async def __aenter__(self) -> Self:
         try:
-            for request in self._requests:
-                self._client.submit(request, self._on_delta)
-                await asyncio.sleep(0)  # checking a thousand prompts must not hold the loop
+            await self._loop.run_in_executor(self._executor, self._submit_all)
         except BaseException:
             self._abort()
             raise
@@ -100,6 +101,17 @@ class Generation:
         self._backlog = 0
         return batch
 
+    def _submit_all(self) -> None:
+        """Hand over all requests, on a worker thread: each prompt is checked token by token.
+
+        The caller may be cancelled meanwhile and abort; what it came too early for is aborted here.
+        """
+        for request in self._requests:
+            if not self._closed:
+                self._client.submit(request, self._on_delta)
+        if self._closed:
+            self._abort_requests()
+
     def _on_delta(self, delta: OutputDelta) -> None:
         """Called on the text thread, in order."""
         if not self._closed:
@@ -127,5 +139,8 @@ class Generation:
         self._closed = True
         for timer in self._timers.values():
             timer.on_abort()
+        self._abort_requests()
+
+    def _abort_requests(self) -> None:
         for request in self._requests:
             self._client.abort(request.request_id)

@@ -81,7 +81,7 @@ def prepare_chat(call: ChatCall, model: LoadedModel, call_id: str) -> PreparedCa
         call.messages,
         tools=call.tools,
         add_generation_prompt=call.add_generation_prompt,
-        **call.template_kwargs,
+        extra=call.template_kwargs,
     )
     ids = _encode(text, call.add_special_tokens, model, "messages")
     params = _with_max_tokens(call.options.params, len(ids), model, None, "messages")

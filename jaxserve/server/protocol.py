@@ -63,7 +63,7 @@ class ChatCall:
     """A body of /v1/chat/completions; `tools` is None when the template shall not see any."""
 
     options: CallOptions
-    messages: list[dict[str, Any]]
+    messages: list[Any]
     tools: list[dict[str, Any]] | None
     add_generation_prompt: bool
     add_special_tokens: bool
@@ -197,41 +197,13 @@ def _parse_chat_logprobs(body: Mapping[str, Any]) -> int | None:
     return (top or 0) if wanted else None
 
 
-def _parse_messages(messages: Any) -> list[dict[str, Any]]:
+def _parse_messages(messages: Any) -> list[Any]:
+    """The list as it is; the template's side checks each message, since it knows their forms."""
     if not isinstance(messages, list) or not messages:
         raise bad_field("messages", "messages must be a list of at least one message")
     if len(messages) > MAX_MESSAGES:
         raise bad_field("messages", f"messages holds {len(messages)}, above {MAX_MESSAGES}")
-    for index, message in enumerate(messages):
-        _check_message(message, f"messages[{index}]")
     return messages
-
-
-def _check_message(message: Any, where: str) -> None:
-    if not isinstance(message, dict):
-        raise bad_field("messages", f"{where} must be an object")
-    if not isinstance(message.get("role"), str):
-        raise bad_field("messages", f"{where}.role must be a string")
-    content = message.get("content")
-    if content is not None and not isinstance(content, str | list):
-        raise bad_field("messages", f"{where}.content must be a string, a list of parts or null")
-    for part_index, part in enumerate(content if isinstance(content, list) else ()):
-        is_text = (
-            isinstance(part, dict)
-            and part.get("type") == "text"
-            and isinstance(part.get("text"), str)
-        )
-        if not is_text:
-            raise bad_field(
-                "messages",
-                f"{where}.content[{part_index}] must be a text part, "
-                '{"type": "text", "text": ...}; this server takes text only',
-            )
-    calls = message.get("tool_calls")
-    if calls is not None and not (
-        isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
-    ):
-        raise bad_field("messages", f"{where}.tool_calls must be a list of objects")
 
 
 def _parse_tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:

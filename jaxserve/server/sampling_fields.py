@@ -5,9 +5,9 @@ from typing import Any
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.server.fields import bad_field, get_bool, get_int, get_object
+from jaxserve.server.fields import bad_field, get_bool, get_int, get_object, show
 
-_PLAIN = (
+_NUMBERS = (
     "n",
     "temperature",
     "top_p",
@@ -16,12 +16,10 @@ _PLAIN = (
     "repetition_penalty",
     "presence_penalty",
     "frequency_penalty",
-    "logit_bias",
     "seed",
-    "stop",
-    "stop_token_ids",
     "min_tokens",
 )
+_PLAIN = (*_NUMBERS, "logit_bias", "stop", "stop_token_ids")
 _FLAGS = {
     "include_stop_str_in_output": False,
     "ignore_eos": False,
@@ -89,6 +87,9 @@ def parse_sampling(
     values: dict[str, Any] = {
         name: model_defaults[name] for name in _MODEL_DEFAULTS if name in model_defaults
     }
+    for name in _NUMBERS:
+        if isinstance(body.get(name), str | list | dict):
+            raise bad_field(name, f"{name} is {show(body[name])}; give a number")
     values.update((name, body[name]) for name in _PLAIN if body.get(name) is not None)
     values.update((name, get_bool(body, name, default)) for name, default in _FLAGS.items())
     return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs)

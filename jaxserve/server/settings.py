@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-MAX_JSON_MARKS = 250_000  # commas, colons and brackets: parsing holds the GIL, ~0.2 us each
+MAX_JSON_COST = 250_000  # of a body's values (see body.py): the parser holds the GIL for ~50 ms
 MAX_PROMPTS = 1_024  # prompts of one completions call
 MAX_CHOICES = 1_024  # prompts x n of one call
 MAX_MESSAGES = 4_096

@@ -108,7 +108,7 @@ async def test_template_sees_tools_kwargs_and_parts() -> None:
             add_generation_prompt=False,
         )
         text = bytes(engine.added[-1].prompt_token_ids[1:]).decode()
-        assert text == "tool clock\nmood=calm\nuser: one two\nassistant: "
+        assert text == "tool clock\nmood=calm\nuser: one \ntwo\nassistant: "
         await server.chat(messages=HELLO, tools=[TOOL], tool_choice="none")
         text = bytes(engine.added[-1].prompt_token_ids[1:]).decode()
     assert "clock" not in text

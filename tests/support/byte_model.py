@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.loading.chat_messages import TemplateHabits, normalize_messages
 from tests.support.fake_tokenizer import FakeDetokenizer, FakeTokenizer
 
 BOS = 256
@@ -13,7 +14,7 @@ VOCAB_SIZE = 260
 
 
 class ByteTokenizer(FakeTokenizer):
-    """Token id b is the byte b; BOS is <s>, EOS is </s>, and two more ids have texts of their own."""
+    """Token id b is the byte b; then <s> (BOS), </s> (EOS) and two ids of several bytes."""
 
     def __init__(self, add_bos: bool = True) -> None:
         pieces: list[bytes | str] = [bytes([value]) for value in range(256)]
@@ -43,19 +44,17 @@ class LineTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        **extra: Any,
+        extra: Mapping[str, Any] | None = None,
     ) -> str:
         lines = [f"tool {tool['function']['name']}" for tool in tools or ()]
-        lines += [f"{key}={value}" for key, value in extra.items()]
-        for message in messages:
+        lines += [f"{key}={value}" for key, value in (extra or {}).items()]
+        for message in normalize_messages(messages, TemplateHabits()):
             if message["role"] == "forbidden":
                 raise InvalidRequestError("the chat template refuses this role", "messages")
-            content = message.get("content") or ""
-            if not isinstance(content, str):
-                content = "".join(part["text"] for part in content)
-            lines.append(f"{message['role']}: {content}")
+            lines.append(f"{message['role']}: {message['content']}")
         if add_generation_prompt:
             lines.append("assistant:")
         return "<s>" + "\n".join(lines)
