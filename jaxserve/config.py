@@ -24,7 +24,6 @@ class EngineConfig:
     num_pages: int | None = None  # overrides kv_memory (tests, exact experiments)
     attention_backend: str = "auto"
     seed: int = 0  # root of the draws of requests that carry no seed
-    async_scheduling: bool = False  # dispatch step n+1 before the tokens of step n are read
 
     def __post_init__(self) -> None:
         _check_range("max_batch_rows", self.max_batch_rows, 1, MAX_ROWS_LIMIT)

@@ -6,7 +6,7 @@ All arrays are numpy on the host and are handed to the jitted step as they are; 
 them without a copy on CPU, so a batch is never changed after dispatch.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -135,40 +135,29 @@ class StepOutput:
     logprobs: Logprobs  # meaningful only where num_logprobs >= 0
 
 
-def resolve_previous(batch: StepBatch, previous: StepOutput, page_size: int) -> StepBatch:
+def resolve_previous(
+    batch: StepBatch, last_tokens: jax.Array, last_accepted: jax.Array, page_size: int
+) -> StepBatch:
     """Replace what only the previous step's output knows, on the device.
 
+    last_tokens [rows, W] and last_accepted [rows] are the previous step's tokens and num_accepted.
     For tokens with prev_row >= 0 the host left positions and kv_lens as they were before that
     step's tokens were known; the row advanced by num_accepted + 1. Its token is the last new one,
     and its write slot follows from the page table. Tokens with prev_row -1 stand as they are.
     """
     source = jnp.maximum(batch.prev_row, 0)
     from_previous = batch.prev_row >= 0
-    advance = previous.num_accepted[source] + 1
-    tokens = jnp.where(
-        from_previous, previous.tokens[source, previous.num_accepted[source]], batch.tokens
-    )
-    positions = jnp.where(from_previous, batch.positions + advance, batch.positions)
+    accepted = last_accepted[source]
+    positions = jnp.where(from_previous, batch.positions + accepted + 1, batch.positions)
     row = jnp.minimum(batch.row_of_token, batch.num_rows - 1)
-    page_table = jnp.asarray(batch.page_table)
-    page = page_table[0, row, positions // page_size]
+    page = jnp.asarray(batch.page_table)[0, row, positions // page_size]
     slot = page * page_size + positions % page_size
-    write_slot = jnp.where(from_previous, slot, batch.write_slot)
-    row_advance = jnp.zeros(batch.num_rows, jnp.int32)
-    row_advance = row_advance.at[row].max(jnp.where(from_previous, advance, 0))
-    return StepBatch(
-        tokens=tokens,
+    advance = jnp.zeros(batch.num_rows, jnp.int32)
+    advance = advance.at[row].max(jnp.where(from_previous, accepted + 1, 0))
+    return replace(
+        batch,
+        tokens=jnp.where(from_previous, last_tokens[source, accepted], batch.tokens),
         positions=positions,
-        row_of_token=batch.row_of_token,
-        prev_row=batch.prev_row,
-        write_slot=write_slot,
-        query_starts=batch.query_starts,
-        query_lens=batch.query_lens,
-        kv_lens=batch.kv_lens + row_advance,
-        page_table=batch.page_table,
-        adapter_slot=batch.adapter_slot,
-        state_slot=batch.state_slot,
-        sample_at=batch.sample_at,
-        decode_rows=batch.decode_rows,
-        width=batch.width,
+        write_slot=jnp.where(from_previous, slot, batch.write_slot),
+        kv_lens=batch.kv_lens + advance,
     )

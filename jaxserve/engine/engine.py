@@ -1,0 +1,316 @@
+"""The host loop: schedule, build, dispatch, commit, one step at a time.
+
+Knows token ids only; text lives elsewhere. Every method is called from one thread, except
+`check_admissible`, which reads nothing that changes.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.config import EngineConfig
+from jaxserve.core.backends import make_ops
+from jaxserve.core.buckets import Bucket, bucket_table, pick_bucket, prefill_sizes
+from jaxserve.core.step_batch import SamplingBatch, StepBatch, StepOutput
+from jaxserve.engine.batch_builder import build_batch, build_sampling, plan_rows
+from jaxserve.engine.outputs import StepStats
+from jaxserve.engine.page_allocator import PageAllocator
+from jaxserve.engine.penalty_slots import PenaltySlots, token_counts
+from jaxserve.engine.plan import Committed, Limits, Plan, Scheduled
+from jaxserve.engine.programs import Programs
+from jaxserve.engine.request import Request, TokenEvent, TokenLogprobs
+from jaxserve.engine.runner import Runner
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.errors import EngineDeadError, InvalidRequestError
+from jaxserve.loading.loaded_model import LoadedModel
+from jaxserve.models.contract import check_contract
+
+log = logging.getLogger(__name__)
+
+WIDTH = 1  # tokens a decode row owns
+# A failed step is repeated once; if it fails again its requests are given up, and if steps go on
+# failing with other requests in them the fault is not theirs.
+_FAILURES_BEFORE_GIVING_UP_REQUESTS = 2
+_FAILURES_BEFORE_DEATH = 4
+
+
+class Engine:
+    """One model, one KV pool, one loop."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        *,
+        on_step: Callable[[StepStats], None] | None = None,
+        max_chunk: int | None = None,
+    ) -> None:
+        """max_chunk forces short prefill chunks, in tests: no output depends on it.
+
+        Raises ModelLoadError if the model breaks its contract, InvalidRequestError if the pool
+        cannot hold two tokens.
+        """
+        kv_spec = model.model.kv_spec(model.config)
+        ops = make_ops(config.attention_backend, kv_spec)
+        dtype = resolve_dtype(config.dtype)
+        check_contract(model.model, model.config, ops, dtype.name)
+        self.page_size = config.page_size
+        num_pages = plan_num_pages(config, kv_spec.bytes_per_token(dtype.itemsize), model)
+        self.allocator = PageAllocator(num_pages, config.page_size, len(kv_spec.groups))
+        self.capacity_tokens = self.allocator.capacity_tokens
+        self.max_model_len = min(model.max_model_len, config.max_model_len or model.max_model_len)
+        self._model = model
+        self._num_groups = len(kv_spec.groups)
+        self._pages_per_row = -(
+            -min(self.max_model_len, self.capacity_tokens + 1) // config.page_size
+        )
+        self.bucket_table = bucket_table(config.max_batch_rows, config.max_batch_tokens)
+        self.scheduler = Scheduler(
+            Limits(
+                max_batch_rows=config.max_batch_rows,
+                max_batch_tokens=config.max_batch_tokens,
+                max_prefill_rows=max(bucket.prefill_rows for bucket in self.bucket_table),
+                max_model_len=self.max_model_len,
+                max_queue=config.max_queue,
+                prefill_sizes=prefill_sizes(self.bucket_table),
+                max_chunk=max_chunk,
+            ),
+            self.allocator,
+        )
+        programs = Programs(
+            model.model,
+            model.config,
+            ops,
+            vocab_size=model.vocab_size,
+            page_size=config.page_size,
+            max_rows=max(bucket.num_rows for bucket in self.bucket_table),
+        )
+        state_slots = config.max_batch_rows + 1
+        self.runner = Runner(
+            programs,
+            model.params,
+            kv_spec,
+            num_pages=num_pages,
+            dtype=dtype,
+            width=WIDTH,
+            state_slots=state_slots,
+            pages_per_row=self._pages_per_row,
+        )
+        self._slots = PenaltySlots(state_slots)
+        self._on_step = on_step
+        self._events: list[TokenEvent] = []
+        self._failures = 0
+
+    def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
+        """Compile every bucket. After this nothing compiles any more."""
+        self.runner.compile(self.bucket_table, self._empty_inputs, progress)
+        for bucket in (self.bucket_table[0], self.bucket_table[-1]):
+            self.runner.dispatch(bucket, *self._empty_inputs(bucket)).result()
+
+    # ------------------------------------------------------------------ requests
+
+    def check_admissible(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
+        """The request's max_tokens, resolved: None means all that the context has left.
+
+        Raises InvalidRequestError for what could never fit; nothing is cut silently. Thread-safe.
+        """
+        self.scheduler.check_fits(num_prompt_tokens)
+        room = self.max_model_len - num_prompt_tokens
+        if max_tokens is None:
+            return room
+        if max_tokens > room:
+            raise InvalidRequestError(
+                f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, "
+                f"together {num_prompt_tokens + max_tokens}; the context length is "
+                f"{self.max_model_len}. Shorten the prompt or ask for at most {room} tokens",
+                "max_tokens",
+            )
+        return max_tokens
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequestError or QueueFullError; then nothing changed."""
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request in any state; the next step reports it. An unknown id is no error."""
+        if self.scheduler.abort(request_id) is not None:
+            self._events.append(TokenEvent(request_id, (), None, "abort"))
+
+    def finish(self, request_id: str, token_index: int) -> None:
+        """A stop string was found late: the output ends after token_index tokens, silently."""
+        self.scheduler.finish(request_id, token_index)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to report."""
+        return self.scheduler.has_work or bool(self._events)
+
+    # ------------------------------------------------------------------ the loop
+
+    def step(self) -> list[TokenEvent]:
+        """Run one step and return what is new. Raises EngineDeadError if steps keep failing."""
+        began = time.monotonic()
+        plan = self.scheduler.schedule()
+        device_seconds, bucket_name, num_output = 0.0, "none", 0
+        if not plan.is_empty:
+            bucket = pick_bucket(
+                self.runner.buckets, len(plan.decode), len(plan.prefill), plan.num_prefill_tokens
+            )
+            self._prepare_counts(plan)
+            batch, sampling = self._inputs(plan, bucket)
+            dispatched = time.monotonic()
+            output = self._run(plan, bucket, batch, sampling)
+            device_seconds, bucket_name = time.monotonic() - dispatched, bucket.name
+            if output is not None:
+                num_output = self._commit(plan, bucket, output)
+        events, self._events = self._events, []
+        if self._on_step is not None:
+            host_seconds = time.monotonic() - began - device_seconds
+            self._on_step(self._stats(plan, num_output, host_seconds, device_seconds, bucket_name))
+        return events
+
+    def _prepare_counts(self, plan: Plan) -> None:
+        """Give every row that samples with penalties its token counts on the device."""
+        self._slots.release_unneeded(self.scheduler.running)
+        for item in (*plan.decode, *plan.prefill):
+            request = item.request
+            if item.samples and request.params.uses_penalties and not request.sampling_slot:
+                slot = self._slots.assign(request)
+                self.runner.set_counts(slot, *token_counts(request, self._model.vocab_size))
+
+    def _run(
+        self, plan: Plan, bucket: Bucket, batch: StepBatch, sampling: SamplingBatch
+    ) -> StepOutput | None:
+        """The step's result, or None if it failed and was recovered from."""
+        try:
+            output = self.runner.dispatch(bucket, batch, sampling).result()
+        except Exception as error:  # whatever XLA raises: the donated pool is lost either way
+            self._recover(plan, error)
+            return None
+        self._failures = 0
+        return output
+
+    def _recover(self, plan: Plan, error: Exception) -> None:
+        """Rebuild the pool and let every request be recomputed from its tokens."""
+        self._failures += 1
+        log.exception("step failed (%d in a row); recomputing all requests", self._failures)
+        if self._failures >= _FAILURES_BEFORE_DEATH:
+            raise EngineDeadError(f"{self._failures} steps in a row failed: {error}") from error
+        if self._failures >= _FAILURES_BEFORE_GIVING_UP_REQUESTS:
+            for item in (*plan.decode, *plan.prefill):
+                self._fail(item, f"the step failed twice: {type(error).__name__}")
+        self.scheduler.preempt_all()
+        self._slots.release_all()
+        self.runner.reset()
+
+    def _fail(self, item: Scheduled, why: str) -> None:
+        request_id = item.request.request_id
+        if self.scheduler.abort(request_id) is not None:
+            self._events.append(TokenEvent(request_id, (), None, "error", error=why))
+
+    def _commit(self, plan: Plan, bucket: Bucket, output: StepOutput) -> int:
+        """Hand the step's tokens to the scheduler and note the events. Returns how many."""
+        rows = {row: item for row, item in plan_rows(plan, bucket) if item.samples}
+        for row, item in rows.items():
+            if not output.ok[row]:
+                self._fail_row(item)
+        tokens = {item.request.request_id: int(output.tokens[row, 0]) for row, item in rows.items()}
+        row_of = {item.request.request_id: row for row, item in rows.items()}
+        committed = self.scheduler.commit(plan, tokens)
+        for news in committed:
+            logprobs = None
+            if news.request.params.logprobs is not None:
+                row = row_of[news.request.request_id]
+                logprobs = (_token_logprobs(output, row, news.request.params.logprobs),)
+            self._events.append(_token_event(news, logprobs))
+        return len(committed)
+
+    def _fail_row(self, item: Scheduled) -> None:
+        """A row whose logits are NaN fails alone; its pages are cleaned before anyone gets them."""
+        pages = list(item.request.pages[0]) if item.request.pages else []
+        self._fail(item, "the model's logits are not numbers (NaN) for this request")
+        self.runner.scrub(pages)
+
+    # ------------------------------------------------------------------ inputs and reports
+
+    def _inputs(self, plan: Plan, bucket: Bucket) -> tuple[StepBatch, SamplingBatch]:
+        batch = build_batch(
+            plan,
+            bucket,
+            num_groups=self._num_groups,
+            pages_per_row=self._pages_per_row,
+            page_size=self.page_size,
+        )
+        return batch, build_sampling(plan, bucket)
+
+    def _empty_inputs(self, bucket: Bucket) -> tuple[StepBatch, SamplingBatch]:
+        return self._inputs(Plan(), bucket)
+
+    def _stats(
+        self, plan: Plan, num_output: int, host_seconds: float, device_seconds: float, bucket: str
+    ) -> StepStats:
+        return StepStats(
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            pages_used=self.allocator.num_used,
+            pages_total=self.allocator.num_pages - 1,
+            prompt_tokens=plan.num_prefill_tokens,
+            output_tokens=num_output,
+            num_preemptions=len(plan.preempted),
+            host_seconds=host_seconds,
+            device_seconds=device_seconds,
+            bucket=bucket,
+            late_compiles=self.runner.late_compiles,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if an invariant of the host side is broken. For tests."""
+        self.scheduler.check_integrity()
+
+
+def resolve_dtype(dtype: str) -> np.dtype:
+    """numpy dtype of "float32", "bfloat16" or "auto" (bfloat16 on a GPU, float32 on a CPU)."""
+    if dtype == "auto":
+        dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    return jnp.dtype(dtype)
+
+
+def plan_num_pages(config: EngineConfig, bytes_per_token: int, model: LoadedModel) -> int:
+    """Pages of the pool, the reserved page 0 included: what kv_memory buys, or fewer if all rows
+    could be full with fewer.
+
+    Raises InvalidRequestError if that is less than one usable page.
+    """
+    if config.num_pages is not None:
+        return config.num_pages
+    page_bytes = bytes_per_token * config.page_size
+    affordable = config.kv_memory // page_bytes
+    if affordable < 2:
+        raise InvalidRequestError(
+            f"kv_memory is {config.kv_memory} bytes and a page of {config.page_size} tokens takes "
+            f"{page_bytes}; give at least {2 * page_bytes} bytes",
+            "kv_memory",
+        )
+    longest = min(model.max_model_len, config.max_model_len or model.max_model_len)
+    useful = config.max_batch_rows * -(-longest // config.page_size) + 1
+    return min(affordable, useful)
+
+
+def _token_event(news: Committed, logprobs: tuple[TokenLogprobs, ...] | None) -> TokenEvent:
+    return TokenEvent(
+        news.request.request_id, (news.token,), logprobs, news.finish_reason, news.stop_reason
+    )
+
+
+def _token_logprobs(output: StepOutput, row: int, num_top: int) -> TokenLogprobs:
+    raw = output.logprobs
+    ids, values = raw.top_ids[row, 0, :num_top], raw.top_logprobs[row, 0, :num_top]
+    return TokenLogprobs(
+        logprob=float(raw.token_logprob[row, 0]),
+        rank=int(raw.token_rank[row, 0]),
+        top=tuple((int(token), float(value)) for token, value in zip(ids, values, strict=True)),
+    )
