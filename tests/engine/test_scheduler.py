@@ -111,7 +111,7 @@ def test_nobody_overtakes_a_head_that_waits_for_pages():
 
 def test_a_newcomer_leaves_a_page_for_each_request_that_may_grow():
     harness = Harness(num_pages=8, page_size=4)
-    harness.add(make_request("a", 12, max_tokens=20))
+    harness.add(make_request("a", 9, max_tokens=20))
     harness.step()
     harness.add(make_request("b", 16, max_tokens=1))
     assert not harness.step().prefill  # 4 pages are free and b needs 4, but a may need one
@@ -209,6 +209,21 @@ def test_low_priority_is_preempted_first_though_it_came_first():
     harness.drain()
     assert (low.num_preemptions > 0, high.num_preemptions) == (True, 0)
     harness.check_outputs(low, high)
+
+
+def test_a_step_that_preempts_admits_nobody():
+    """Not even a request of higher priority that the freed pages would hold."""
+    harness = Harness(num_pages=9, page_size=4)
+    harness.add(make_request("a", 8, max_tokens=30), make_request("b", 15, max_tokens=9))
+    harness.step()
+    harness.add(make_request("urgent", 7, max_tokens=1, priority=-1))
+    plan = harness.step()
+    while not plan.preempted:
+        assert not plan.prefill
+        plan = harness.step()
+    assert ids(plan.decode) == ["a"]
+    assert not plan.prefill
+    assert ids(harness.step().prefill) == ["urgent"]
 
 
 def test_preempt_on_demand_and_preempt_all():

@@ -82,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert was_running[0] in planned, "the oldest request made no progress"
         assert not set(plan.preempted) & set(planned)
         newcomers = [request for request in planned if request not in was_running]
+        assert not (plan.preempted and newcomers)
         place = {request: i for i, request in enumerate(self.accepted)}
         for request, other in itertools.product(newcomers, self.scheduler.waiting):
             assert (request.priority, place[request]) < (other.priority, place[other])
