@@ -11,14 +11,15 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from jaxserve.errors import ModelLoadError
+from jaxserve.loading.aligned_array import aligned_copy, aligned_empty
 from jaxserve.loading.gguf_header import GGUFHeader, TensorInfo, read_header
 
 _SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 MAX_SHARDS = 4096
 
-# The gguf package dequantises 16 rows at a time. Rows of this many blocks keep its temporaries in
-# a CPU's second-level cache: 2 to 4 times as fast as rows of 576 elements, bit for bit the same.
-_BLOCKS_PER_ROW = 256
+# Dequantised at a time: the temporaries of a piece stay in a CPU's cache (2 to 4 times as fast as
+# one call for a tensor), and no second copy of a tensor is ever whole in memory.
+_BLOCKS_PER_PIECE = 4096
 
 _PLAIN_TYPES = {
     GGMLQuantizationType.F64: np.float64,
@@ -88,10 +89,10 @@ class GGUFFile:
         shard, info = self._find(name)
         packed = self.raw(name)
         if info.type == GGMLQuantizationType.F32:
-            return packed.view(np.float32).reshape(info.shape).copy()
+            return aligned_copy(packed.view(np.float32).reshape(info.shape), np.float32)
         if info.type in _PLAIN_TYPES:
             values = packed.view(_PLAIN_TYPES[info.type]).reshape(info.shape)
-            return values.astype(np.float32)
+            return aligned_copy(values, np.float32)
         try:
             return _dequantize(packed, info.type).reshape(info.shape)
         except NotImplementedError as error:
@@ -110,17 +111,14 @@ class GGUFFile:
 def _dequantize(packed: np.ndarray, tensor_type: GGMLQuantizationType) -> np.ndarray:
     """Packed blocks [num_bytes] uint8 -> float32 [num_elements]."""
     block_elements, block_bytes = GGML_QUANT_SIZES[tensor_type]
-    out = np.empty(packed.size // block_bytes * block_elements, np.float32)
-    row_bytes = _BLOCKS_PER_ROW * block_bytes
-    bulk = packed.size // row_bytes * row_bytes
-    split = bulk // block_bytes * block_elements
+    out = aligned_empty((packed.size // block_bytes * block_elements,), np.float32)
+    pieces = range(0, packed.size // block_bytes, _BLOCKS_PER_PIECE)
     # float16 scales may hold anything, also values whose product overflows to infinity.
     with np.errstate(all="ignore"):
-        if bulk:
-            rows = packed[:bulk].reshape(-1, row_bytes)
-            out[:split] = dequantize(rows, tensor_type).reshape(-1)
-        if bulk < packed.size:
-            out[split:] = dequantize(packed[bulk:].reshape(1, -1), tensor_type).reshape(-1)
+        for first in pieces:
+            end = first + _BLOCKS_PER_PIECE
+            piece = packed[first * block_bytes : end * block_bytes].reshape(1, -1)
+            out[first * block_elements : end * block_elements] = dequantize(piece, tensor_type)[0]
     return out
 
 

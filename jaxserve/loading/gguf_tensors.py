@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from jaxserve.errors import ModelLoadError
+from jaxserve.loading.aligned_array import aligned_copy
 from jaxserve.loading.gguf_file import GGUFFile
 
 _MODEL_NAMES = {
@@ -108,4 +109,4 @@ class GGUFTensors:
                 "size cannot share"
             )
         pairs = values.reshape(heads, rows // heads // 2, 2, -1)
-        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)
+        return aligned_copy(pairs.swapaxes(1, 2), np.float32).reshape(values.shape)

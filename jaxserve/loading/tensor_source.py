@@ -5,12 +5,15 @@ from typing import Protocol
 
 import numpy as np
 
+from jaxserve.loading.aligned_array import aligned_copy
+
 
 class TensorSource(Protocol):
     """Named tensors in Hugging Face's layout: matrices are [output rows, input columns].
 
-    location: file or folder, for error texts. load() gives a float32 array that the caller owns;
-    it raises ModelLoadError naming file and tensor, and may be called from several threads.
+    location: file or folder, for error texts. load() gives a float32 array that the caller owns,
+    aligned as in aligned_array; it raises ModelLoadError naming file and tensor, and may be called
+    from several threads.
     label() is what the file itself calls a tensor, present or not.
     """
 
@@ -39,7 +42,7 @@ class ArraySource:
         return self._tensors[name].shape
 
     def load(self, name: str) -> np.ndarray:
-        return np.array(self._tensors[name], np.float32)
+        return aligned_copy(self._tensors[name], np.float32)
 
     def label(self, name: str) -> str:
         return name
