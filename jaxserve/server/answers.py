@@ -14,13 +14,13 @@ from jaxserve.engine.client import EngineClient
 from jaxserve.engine.outputs import OutputDelta
 from jaxserve.errors import QueueFullError
 from jaxserve.server.errors import ApiError, as_api_error, generation_failed, unavailable
-from jaxserve.server.generation import Generation, SlowReaderError
+from jaxserve.server.generation import Generation
 from jaxserve.server.prompts import PreparedCall
 from jaxserve.server.protocol import CallOptions
 from jaxserve.server.responses import AnswerFormat, Envelope, merge_deltas, usage_fields
 from jaxserve.server.settings import MAX_STREAM_BACKLOG
 from jaxserve.server.state import ServerState
-from jaxserve.server.streaming import EventStream, encode_json
+from jaxserve.server.streaming import EventStream, cut, encode_json
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ class Answer:
             self.arrival,
             self.state.executor,
             max_backlog=MAX_STREAM_BACKLOG if self.options.stream else None,
+            on_overflow=self._drop_slow_reader,
         )
         try:
             async with generation:
@@ -91,14 +92,16 @@ class Answer:
         try:
             await stream.open()
             await self._send_all(stream, generation)
-        except SlowReaderError:
-            logger.warning("a streaming client reads too slowly; its request was aborted")
-            stream.cut()
         except ConnectionError:
             pass  # the client hung up; leaving the generation's context aborts it
         except Exception as error:
             await _try_to_fail(stream, as_api_error(error))
         return stream.response
+
+    def _drop_slow_reader(self) -> None:
+        """End the connection; the handler, which waits for it to take bytes, is cancelled."""
+        logger.warning("a client read its stream too slowly and was dropped")
+        cut(self.request)
 
     async def _send_all(self, stream: EventStream, generation: Generation) -> None:
         for opening in self.form.openings():
@@ -145,11 +148,18 @@ async def _try_to_fail(stream: EventStream, error: ApiError) -> None:
 
 
 def _joined(batch: Sequence[tuple[int, OutputDelta]]) -> list[tuple[int, OutputDelta]]:
-    """Merge what came of each choice while the client was not reading into one delta."""
+    """Merge what came of each choice while the client was not reading into one delta.
+
+    Errors stay apart and come last: what was drawn before them is still sent.
+    """
     by_choice: dict[int, list[OutputDelta]] = {}
+    errors = []
     for choice, delta in batch:
-        by_choice.setdefault(choice, []).append(delta)
-    return [(choice, merge_deltas(deltas)) for choice, deltas in by_choice.items()]
+        if delta.finish_reason == "error":
+            errors.append((choice, delta))
+        else:
+            by_choice.setdefault(choice, []).append(delta)
+    return [(choice, merge_deltas(deltas)) for choice, deltas in by_choice.items()] + errors
 
 
 def make_envelope(prefix: str, model: str) -> Envelope:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from types import TracebackType
 from typing import Self
@@ -20,10 +20,6 @@ from jaxserve.errors import EngineDeadError
 from jaxserve.server.metrics import ChoiceTimer, ServerMetrics
 
 POLL_SECONDS = 1.0
-
-
-class SlowReaderError(Exception):
-    """The client reads so slowly that its unsent output reached the limit."""
 
 
 class Generation:
@@ -43,11 +39,16 @@ class Generation:
         executor: Executor,
         *,
         max_backlog: int | None = None,
+        on_overflow: Callable[[], None] | None = None,
     ) -> None:
+        """max_backlog: how many tokens and logprobs `next` may be behind before everything is
+        aborted and `on_overflow` is called; None for a caller that takes all there will be.
+        """
         self._client = client
         self._requests = requests
         self._executor = executor
         self._max_backlog = max_backlog
+        self._on_overflow = on_overflow
         self._loop = asyncio.get_running_loop()
         self._pending: deque[tuple[int, OutputDelta]] = deque()
         self._backlog = 0
@@ -86,7 +87,7 @@ class Generation:
     async def next(self) -> list[tuple[int, OutputDelta]]:
         """The deltas not yet returned, at least one.
 
-        Raises EngineDeadError when the engine died without a word, SlowReaderError.
+        Raises EngineDeadError when the engine died without a word.
         """
         while not self._pending:
             self._wake.clear()
@@ -94,8 +95,6 @@ class Generation:
                 await asyncio.wait_for(self._wake.wait(), POLL_SECONDS)
             if not self._pending and not self._client.is_healthy(float("inf")):
                 raise EngineDeadError("the engine has stopped")
-        if self._max_backlog is not None and self._backlog > self._max_backlog:
-            raise SlowReaderError
         batch = list(self._pending)
         self._pending.clear()
         self._backlog = 0
@@ -128,9 +127,11 @@ class Generation:
             del self._timers[choice]
         self._pending.append((choice, delta))
         self._backlog += 1 + len(delta.token_ids) + sum(map(len, delta.logprobs or ()))
+        self._wake.set()
         if self._max_backlog is not None and self._backlog > self._max_backlog:
             self._abort()
-        self._wake.set()
+            if self._on_overflow is not None:
+                self._on_overflow()
 
     def _abort(self) -> None:
         """Abort what still runs; nothing more is taken in."""

@@ -43,23 +43,23 @@ class EventStream:
         await self.response.write_eof()
 
     async def fail(self, error: ApiError) -> None:
-        """Send the error as the last event and close; without [DONE] nobody takes it for whole."""
-        self.response.force_close()
+        """Send the error as the last event; without [DONE] nobody takes the answer for whole."""
         await self.send(error.body())
         await self.response.write_eof()
-
-    def cut(self) -> None:
-        """Drop the connection without waiting for unsent bytes."""
-        if self._request.transport is not None:
-            self._request.transport.abort()
 
     async def _write(self, data: bytes) -> None:
         try:
             async with asyncio.timeout(self._write_timeout):
                 await self.response.write(data)
         except TimeoutError:
-            self.cut()
+            cut(self._request)
             raise ConnectionResetError("the client does not read its stream") from None
+
+
+def cut(request: web.Request) -> None:
+    """Drop the connection without waiting for unsent bytes."""
+    if request.transport is not None:
+        request.transport.abort()
 
 
 def encode_json(value: Any) -> str:

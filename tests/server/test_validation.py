@@ -271,7 +271,7 @@ CHAT_ONLY: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": 7}]}, "messages"),
     ({"messages": [{"role": "user", "content": [7]}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-    ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages"),
+    ({"messages": [{"role": "assistant", "tool_calls": 7}]}, "messages"),
     ({"messages": [{"role": "user", "content": "\ud83d"}]}, "messages"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
