@@ -57,6 +57,8 @@ class StepStats:
 
     host_seconds: schedule + batch building + commit; device_seconds: dispatch to result.
     late_compiles: programs compiled after the engine was ready; always 0 in a healthy engine.
+    queue_seconds: arrival to first step, of each request that had its first step now.
+    prefill_seconds: first step to first token, of each request that drew its first token now.
     """
 
     num_running: int
@@ -70,3 +72,5 @@ class StepStats:
     device_seconds: float
     bucket: str
     late_compiles: int
+    queue_seconds: tuple[float, ...] = ()
+    prefill_seconds: tuple[float, ...] = ()

@@ -49,6 +49,12 @@ class ServerMetrics:
         self.late_compiles = self._counter(
             "late_compiles", "Programs compiled while serving; 0 in a healthy engine."
         )
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "Arrival at the engine to first step.", _WAITS
+        )
+        self.prefill_time = self._histogram(
+            "request_prefill_time_seconds", "First step to first token.", _WAITS
+        )
         self.step_tokens = self._histogram(
             "iteration_tokens_total", "Tokens of one step.", _STEP_TOKENS
         )
@@ -99,6 +105,10 @@ class ServerMetrics:
         self.prompt_tokens.inc(stats.prompt_tokens)
         self.generation_tokens.inc(stats.output_tokens)
         self.step_tokens.observe(stats.prompt_tokens + stats.output_tokens)
+        for seconds in stats.queue_seconds:
+            self.queue_time.observe(seconds)
+        for seconds in stats.prefill_seconds:
+            self.prefill_time.observe(seconds)
         self.step_host.observe(stats.host_seconds)
         self.step_device.observe(stats.device_seconds)
         if stats.num_preemptions:
