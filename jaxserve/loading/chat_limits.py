@@ -16,6 +16,7 @@ import jinja2
 MAX_STEPS = 1_000_000
 MAX_SECONDS = 5.0
 MAX_CHARACTERS = 1 << 25  # of any text a template makes
+MAX_TOTAL_CHARACTERS = 1 << 29  # of all results of calls, filters and operators of one rendering
 MAX_ITEMS = 1 << 18  # of any list a template makes
 MAX_SIZE = 1 << 20  # of a number that says how long something shall be
 MAX_INDENT = 64
@@ -28,10 +29,11 @@ class TemplateLimitError(jinja2.TemplateError):
 
 
 class Budget:
-    """Steps and seconds left to one rendering."""
+    """What is left to one rendering."""
 
     def __init__(self) -> None:
         self.steps = MAX_STEPS
+        self.characters = MAX_TOTAL_CHARACTERS
         self.deadline = time.monotonic() + MAX_SECONDS
 
     def spend(self) -> None:
@@ -40,6 +42,13 @@ class Budget:
             raise TemplateLimitError(f"the chat template takes more than {MAX_STEPS} steps")
         if self.steps % 64 == 0 and time.monotonic() > self.deadline:
             raise TemplateLimitError(f"the chat template runs for more than {MAX_SECONDS} s")
+
+    def spend_characters(self, count: int) -> None:
+        self.characters -= count
+        if self.characters < 0:
+            raise TemplateLimitError(
+                f"the chat template makes over {MAX_TOTAL_CHARACTERS} characters in all"
+            )
 
 
 current_budget: ContextVar[Budget | None] = ContextVar("render_budget", default=None)
@@ -68,6 +77,9 @@ def checked(value: Any) -> Any:
     """A result, if it is not too large."""
     if isinstance(value, str):
         _check_length(len(value))
+        budget = current_budget.get()
+        if budget is not None:
+            budget.spend_characters(len(value))
     elif isinstance(value, (list, tuple)) and len(value) > MAX_ITEMS:
         raise TemplateLimitError(f"the chat template makes a list of over {MAX_ITEMS} items")
     return value

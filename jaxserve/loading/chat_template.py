@@ -5,7 +5,6 @@ text or in InvalidRequestError: a template that refuses (`raise_exception`) is q
 fails is the request's problem too, since another conversation would have passed.
 """
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,9 +16,11 @@ from jaxserve.errors import InvalidRequestError, ModelLoadError
 from jaxserve.loading.chat_limits import TemplateLimitError
 from jaxserve.loading.chat_messages import TemplateHabits, normalize_messages
 from jaxserve.loading.chat_sandbox import TemplateRaisedError, compile_template, render
+from jaxserve.loading.json_file import read_json_object
 from jaxserve.loading.tokenizer import Tokenizer
 
 MAX_SOURCE_CHARACTERS = 1 << 20
+_MAX_JSON_BYTES = 1 << 24  # tokenizer_config.json may list thousands of tokens
 _OURS = frozenset(("messages", "tools", "add_generation_prompt"))
 _NEEDLE = "qzjxneedle"
 
@@ -162,21 +163,20 @@ def template_from_gguf(metadata: Mapping[str, Any], tokenizer: Tokenizer) -> Cha
     return ChatTemplate(source, _special_tokens(tokenizer), tool_source)
 
 
-def template_from_folder(
-    path: Path, tokenizer: Tokenizer, *, max_bytes: int = 1 << 24
-) -> ChatTemplate | None:
+def template_from_folder(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The template of a Hugging Face folder, or None for a base model.
 
     Looked for in chat_template.jinja, then tokenizer_config.json (a text, or named templates of
     which "default" and "tool_use" are used), then chat_template.json.
     """
-    read = functools.partial(_read_text, max_bytes=max_bytes)
     special = _special_tokens(tokenizer)
-    tool_source = read(path / "additional_chat_templates" / "tool_use.jinja")
-    if source := read(path / "chat_template.jinja"):
+    tool_source = _read_text(path / "additional_chat_templates" / "tool_use.jinja")
+    if source := _read_text(path / "chat_template.jinja"):
         return ChatTemplate(source, special, tool_source)
     for name in ("tokenizer_config.json", "chat_template.json"):
-        found = _json_object(read(path / name), path / name).get("chat_template")
+        if not (path / name).is_file():
+            continue
+        found = read_json_object(path / name, _MAX_JSON_BYTES).get("chat_template")
         if isinstance(found, str) and found:
             return ChatTemplate(found, special, tool_source)
         if found:
@@ -208,24 +208,14 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     return {name: token for name, token in tokens.items() if token is not None}
 
 
-def _read_text(path: Path, max_bytes: int) -> str | None:
+def _read_text(path: Path) -> str | None:
     if not path.is_file():
         return None
-    if path.stat().st_size > max_bytes:
-        raise ModelLoadError(f"{path} has {path.stat().st_size} bytes, the limit is {max_bytes}")
+    with path.open("rb") as file:
+        raw = file.read(4 * MAX_SOURCE_CHARACTERS + 1)
+    if len(raw) > 4 * MAX_SOURCE_CHARACTERS:
+        raise ModelLoadError(f"{path}: longer than the limit of {MAX_SOURCE_CHARACTERS} characters")
     try:
-        return path.read_text(encoding="utf-8")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ModelLoadError(f"{path} is not UTF-8 text") from error
-
-
-def _json_object(text: str | None, path: Path) -> dict[str, Any]:
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ModelLoadError(f"{path} is not valid JSON: {str(error)[:100]}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object")
-    return value

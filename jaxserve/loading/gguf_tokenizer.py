@@ -5,6 +5,7 @@ GGUF stores a vocabulary, token kinds, merges or scores, and the names of two or
 ids that the model's own Hugging Face tokenizer gives.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,17 +13,22 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
 from jaxserve.errors import ModelLoadError
+from jaxserve.loading.sentencepiece_backend import SPACE, sentencepiece_backend
+from jaxserve.loading.sentencepiece_model import SentencePieceVocabulary
 from jaxserve.loading.split_rules import split_rule
 from jaxserve.loading.token_kinds import TokenKind
 from jaxserve.loading.tokenizer import Tokenizer
 
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_LLAMA_IDS = {"unk": 0, "bos": 1, "eos": 2}  # of files of model "llama" that do not say
+_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """Build the tokenizer; ModelLoadError names the metadata key that is missing or wrong."""
     builders: dict[str, Callable[[_Vocabulary], tuple[tokenizers.Tokenizer, bool]]] = {
         "gpt2": _byte_level,
+        "llama": _sentencepiece,
     }
     model = metadata.get("tokenizer.ggml.model")
     if model not in builders:
@@ -60,8 +66,9 @@ class _Vocabulary:
     def named_ids(self) -> dict[str, int]:
         """Ids of the tokens with a role, those the file names."""
         named = {}
+        defaults = _LLAMA_IDS if self.metadata["tokenizer.ggml.model"] == "llama" else {}
         for role, key in _ROLES.items():
-            token_id = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
+            token_id = self.metadata.get(f"tokenizer.ggml.{key}_token_id", defaults.get(role))
             if token_id is None:
                 continue
             if not 0 <= token_id < len(self.tokens):
@@ -115,6 +122,32 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     user_defined = vocabulary.of_kind(TokenKind.USER_DEFINED)
     backend.add_tokens([AddedToken(t, normalized=False) for t in user_defined if t])
     return backend, rule.adds_bos
+
+
+def _sentencepiece(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    """Llama's scheme: SentencePiece BPE, described by the score of every piece."""
+    scores = vocabulary.metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) < len(vocabulary.tokens):
+        raise ModelLoadError("tokenizer.ggml.scores is missing or shorter than the vocabulary")
+    pieces = [
+        token.replace(" ", SPACE) if kind == TokenKind.USER_DEFINED else token
+        for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
+    ]
+    kinds = vocabulary.kinds
+    if "tokenizer.ggml.token_type" not in vocabulary.metadata:
+        kinds = [TokenKind.BYTE if _BYTE_PIECE.fullmatch(p) else TokenKind.NORMAL for p in pieces]
+    described = SentencePieceVocabulary(
+        pieces,
+        scores[: len(pieces)],
+        kinds,
+        vocabulary.named_ids().get("unk"),
+        byte_fallback=TokenKind.BYTE in kinds,
+        add_dummy_prefix=bool(vocabulary.metadata.get("tokenizer.ggml.add_space_prefix", True)),
+    )
+    family = str(vocabulary.metadata.get("general.architecture", ""))
+    backend = sentencepiece_backend(described, merge_space_runs=family.startswith("gemma"))
+    backend.add_special_tokens(vocabulary.special_tokens())
+    return backend, True
 
 
 def _affix(

@@ -93,8 +93,9 @@ def token_text(backend: tokenizers.Tokenizer) -> TokenText:
             f"the tokenizer's decoder is {' + '.join(kinds)[:200]}; supported are ByteLevel and "
             "SentencePiece's (Replace, ByteFallback, Fuse, Strip, Metaspace)"
         )
-    for piece, token_id in vocabulary.items():
-        spoken[token_id] = piece.replace(_SPACE, " ").encode()
+    plain_bytes = _with_spaces(list(vocabulary))
+    for token_id, data in zip(vocabulary.values(), plain_bytes, strict=True):
+        spoken[token_id] = data
     if "ByteFallback" in kinds:
         for byte in range(256):
             if (found := vocabulary.get(f"<0x{byte:02X}>")) is not None:
@@ -160,3 +161,11 @@ def _byte_level(pieces: list[str]) -> list[bytes]:
     data = joined.translate(_TO_LATIN_1).encode("latin-1")
     ends = list(itertools.accumulate(map(len, pieces)))
     return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _with_spaces(pieces: list[str]) -> list[bytes]:
+    """The UTF-8 of each piece with its spaces as spaces; all at once, for 10^5 pieces a model."""
+    data = "\0".join(pieces).replace(_SPACE, " ").encode().split(b"\0")
+    if len(data) == len(pieces):
+        return data
+    return [piece.replace(_SPACE, " ").encode() for piece in pieces]  # one of them holds a NUL
