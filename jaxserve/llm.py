@@ -6,6 +6,7 @@ through the same client, scheduler and steps as the server's requests.
 
 import dataclasses
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from jaxserve.loading.loaded_model import LoadedModel
 from jaxserve.loading.tokenizer import Tokenizer
 from jaxserve.sampling_params import SamplingParams
 
+logger = logging.getLogger(__name__)
+
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
 
 Prompt = str | Mapping[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}
@@ -42,13 +45,16 @@ class LLM:
     """A model ready to generate, on engine threads of its own.
 
     model: a name or path that `jaxserve serve` takes too, or a LoadedModel. The other arguments
-    are the fields of EngineConfig. Several threads may call it; their batches run one after the
-    other. Use it as a context manager, or call `close()`, to give the memory back.
+    are the fields of EngineConfig. The phases of starting up are logged as INFO. Several threads
+    may call it; their batches run one after the other. Use it as a context manager, or call
+    `close()`, to give the memory back.
     """
 
     def __init__(self, model: str | LoadedModel, **engine_config: Any) -> None:
         config = _engine_config(engine_config)
-        self.model = load_model(model, dtype=config.dtype) if isinstance(model, str) else model
+        if isinstance(model, str):
+            model = load_model(model, dtype=config.dtype, progress=logger.info)
+        self.model = model
         self._client: EngineClient | None = EngineClient(
             Engine(self.model, config),
             self.model.tokenizer,
@@ -60,7 +66,7 @@ class LLM:
         self._shutdown = weakref.finalize(self, self._client.shutdown)  # also at exit
         self._request_ids = itertools.count()
         self._turn = threading.Lock()
-        self._client.start()
+        self._client.start(progress=logger.info)
         try:
             self._client.wait_ready()
         except BaseException:
@@ -126,7 +132,8 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `sampling_params=None` means: the defaults, with those of the model on top."""
-        return SamplingParams(**self.model.sampling_defaults)
+        defaults: dict[str, Any] = {**self.model.sampling_defaults}
+        return SamplingParams(**defaults)
 
     def close(self) -> None:
         """Abort what runs, stop the threads and let go of the engine; may be called again."""

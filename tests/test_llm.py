@@ -319,10 +319,12 @@ def test_unknown_arguments_name_the_known_ones(make):
         LLM(model(), max_batch_rows=0)
 
 
-def test_a_name_is_loaded_with_the_dtype_asked_for(make, monkeypatch):
+def test_a_name_is_loaded_with_the_dtype_asked_for(make, monkeypatch, caplog):
+    caplog.set_level("INFO", "jaxserve")
     asked = []
 
-    def load(name: str, dtype: str) -> LoadedModel:
+    def load(name: str, dtype: str, progress: Callable[[str], None]) -> LoadedModel:
+        progress(f"loaded {name}")
         asked.append((name, dtype))
         return model()
 
@@ -330,6 +332,7 @@ def test_a_name_is_loaded_with_the_dtype_asked_for(make, monkeypatch):
     llm, _ = make("some-model", config={"dtype": "float32"})
     assert asked == [("some-model", "float32")]
     assert llm.model.name == "fake"
+    assert [r.message for r in caplog.records] == ["loaded some-model", "warming up"]
 
 
 def test_progress_goes_to_stderr(make, capfd):
