@@ -42,7 +42,7 @@ LLAMA = {
     "tie_word_embeddings": False,
 }
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
-QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "head_dim": 8}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -157,7 +157,8 @@ def run(name: str, config: dict[str, Any], seed: int) -> dict[str, Any]:
     tensors = random_init().random_tensors(shapes, seed, center)
     state = {key: torch.from_numpy(value) for key, value in tensors.items()}
     missing, surplus = model.load_state_dict(state, strict=False)
-    assert not surplus and set(missing) <= {"lm_head.weight"}, (missing, surplus)
+    assert not surplus, surplus
+    assert set(missing) <= {"lm_head.weight"}, missing
     prompt = np.random.Generator(np.random.PCG64(seed)).integers(0, VOCAB, 40).tolist()
     logits, ids, margins = greedy(model, prompt)
     last = len(prompt) + NEW_TOKENS - 1
@@ -207,7 +208,7 @@ def greedy(model: Any, prompt: list[int]) -> tuple[np.ndarray, list[int], list[f
         second, first = np.sort(last)[-2:]
         margins.append(float(first - second))
         ids.append(int(last.argmax()))
-        out = model(torch.tensor([[ids[-1]]]), past_key_values=out.past_key_values, use_cache=True)
+        out = model(torch.tensor([[ids[-1]]]), cache=out.past_key_values, use_cache=True)
         rows.append(out.logits[0].numpy())
         if len(ids) == NEW_TOKENS:
             return np.concatenate(rows), ids, margins
@@ -216,7 +217,8 @@ def greedy(model: Any, prompt: list[int]) -> tuple[np.ndarray, list[int], list[f
 def random_init() -> ModuleType:
     path = ROOT / "jaxserve" / "loading" / "random_init.py"
     spec = importlib.util.spec_from_file_location("random_init", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.core.kv_pool import KVPool, pool_shapes
@@ -48,7 +49,7 @@ def check_contract(model: ModelDef, config: Config, ops: Ops, dtype: str = "floa
         lambda params, batch, pool: model.forward(config, params, batch, pool, watched),
         params, _batch_shapes(len(spec.groups)), pool,
     )  # fmt: skip
-    hidden = _check_forward(result, pool, dtype, f"{where}: forward")
+    hidden = _check_forward(result, pool, f"{where}: forward")
     unread = sorted(set(range(spec.num_layers)) - attended)
     if unread:
         raise ModelLoadError(
@@ -184,16 +185,21 @@ def _trace(where: str, function: Callable[..., Any], *args: Any) -> Any:
         raise ModelLoadError(f"{where}: {type(error).__name__}: {first_lines}") from error
 
 
-def _check_forward(result: Any, pool: KVPool, dtype: str, where: str) -> jax.ShapeDtypeStruct:
+def _check_forward(result: Any, pool: KVPool, where: str) -> jax.ShapeDtypeStruct:
     """The three results of forward; returns hidden."""
     if not isinstance(result, tuple) or len(result) != 3:
         raise ModelLoadError(
             f"{where}: got {type(result).__name__}, want a tuple (hidden, taps, kv_pool)"
         )
     hidden, taps, new_pool = result
-    size = hidden.shape[-1] if getattr(hidden, "ndim", 0) == 2 else "E"
-    want = jax.ShapeDtypeStruct((TOKENS, size), dtype)
-    _check_array(hidden, want, f"{where}: hidden [T, E]")
+    if not hasattr(hidden, "shape") or not hasattr(hidden, "dtype"):
+        raise ModelLoadError(f"{where}: hidden: got {type(hidden).__name__}, want an array [T, E]")
+    floating = jnp.issubdtype(hidden.dtype, jnp.floating)
+    if hidden.ndim != 2 or hidden.shape[0] != TOKENS or not floating:
+        raise ModelLoadError(
+            f"{where}: hidden [T, E]: got shape {tuple(hidden.shape)} {hidden.dtype}, "
+            f"want ({TOKENS}, E) of a float type"
+        )
     if not isinstance(taps, Mapping):
         raise ModelLoadError(f"{where}: taps: got {type(taps).__name__}, want a dict; may be empty")
     got_leaves = jax.tree_util.tree_leaves_with_path(new_pool)

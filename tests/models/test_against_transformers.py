@@ -6,7 +6,7 @@ import pytest
 from tests.support.paged_model import GOLDENS, PagedSequence, golden_model, load_golden
 
 NAMES = sorted(path.stem for path in GOLDENS.glob("*.json"))
-CHUNK = 17
+CHUNK = 20
 
 
 def test_there_is_a_golden_of_every_variant() -> None:

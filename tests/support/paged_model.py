@@ -43,6 +43,7 @@ class PagedModel:
     num_pages: int = 64
     page_size: int = 4
     pages_per_row: int = 24
+    jitted: bool = False  # the whole step as one donated program, as the engine has it
     ops: Ops = field(init=False)
     pool: KVPool = field(init=False)
 
@@ -68,7 +69,8 @@ class PagedModel:
         position that padding carries.
         """
         batch, owned = self._batch(decode, prefill, pad_rows, pad_tokens, junk)
-        logits, self.pool = _run(self.model, self.config, self.ops, self.params, batch, self.pool)
+        run = _run_jitted if self.jitted else _run
+        logits, self.pool = run(self.model, self.config, self.ops, self.params, batch, self.pool)
         return [np.asarray(logits[start : start + length]) for start, length in owned]
 
     def _batch(
@@ -133,12 +135,15 @@ class PagedModel:
         return self.step(prefill=[(PagedSequence(pages), tokens)])[0]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
 def _run(
     model: ModelDef, config: Config, ops: Ops, params: Params, batch: StepBatch, pool: KVPool
 ) -> tuple[jax.Array, KVPool]:
+    """No jit around it: the layers' inner jits then compile once, and for many models alike."""
     hidden, _, pool = model.forward(config, params, batch, pool, ops)
     return model.unembed(config, params, hidden, ops), pool
+
+
+_run_jitted = partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)(_run)
 
 
 def random_params(model: ModelDef, config: Config, seed: int = 0) -> Params:
