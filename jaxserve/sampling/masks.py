@@ -5,11 +5,8 @@ import jax.numpy as jnp
 
 
 def suppress(logits: jax.Array, ids: jax.Array, applies: jax.Array) -> jax.Array:
-    """Lower logits[s, ids[s]] to -inf in rows where `applies` [S]; ids [S, M], -1 is padding.
-
-    As a minimum, so that a NaN stays a NaN and the row is found to be broken.
-    """
-    return _at(logits, ids, applies).min(-jnp.inf, mode="drop")
+    """Set logits[s, ids[s]] to -inf in rows where `applies` [S]; ids [S, M], -1 is padding."""
+    return _at(logits, ids, applies).set(-jnp.inf, mode="drop")
 
 
 def add_bias(logits: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:

@@ -32,8 +32,8 @@ def sample(
     logits [R, W, V] float32; entries from vocab_size on are padding and take no part in anything.
     Every position is drawn from its own logits with the counts of the step's start, and
     num_accepted is 0: with W > 1 the later positions are for whoever verifies drafts.
-    `ok` is False in active rows without a finite largest logit (NaN, +inf, or all -inf); their
-    tokens are 0 and uncounted. Inactive rows are ok and hold token 0.
+    `ok` is False in active rows that hold a NaN or +inf, or nothing that may be drawn; their tokens
+    are 0 and uncounted. Inactive rows are ok and hold token 0.
     Raises ValueError while tracing when the state is narrower than vocab_size.
     """
     rows, width, _ = logits.shape
@@ -44,6 +44,10 @@ def sample(
         )
     raw = logits[:, :, :vocab_size].reshape(rows * width, vocab_size)
     flat = _per_position(sampling, width)
+    real = flat.active
+    # A sum, since XLA:CPU's maximum passes some NaN by. From here on a row with NaN or +inf counts
+    # as idle, so that it cannot make the others pay for its settings.
+    flat = replace(flat, active=real & (jnp.sum(raw, axis=1) < jnp.inf))
     edits = _edits(flat)
     drawn = flat.active & (flat.temperature >= SMALLEST_TEMPERATURE)
     plain = ~jnp.any(drawn | edits.held | edits.biased | edits.penalised)
@@ -52,13 +56,14 @@ def sample(
         lambda: _largest(raw),
         lambda: _choose(_edit(raw, edits, flat, state), flat, drawn),
     )
-    tokens = jnp.where(flat.active & finite, tokens, 0)
-    asked = flat.active & finite & (flat.num_logprobs >= 0)
+    sound = flat.active & finite
+    tokens = jnp.where(sound, tokens, 0)
+    asked = sound & (flat.num_logprobs >= 0)
     logprobs = lax.cond(
         jnp.any(asked), lambda: raw_logprobs(raw, tokens), lambda: no_logprobs(rows * width)
     )
     tokens = tokens.reshape(rows, width)
-    ok = jnp.all((finite | ~flat.active).reshape(rows, width), axis=1)
+    ok = jnp.all((sound | ~real).reshape(rows, width), axis=1)
     active = jnp.asarray(sampling.active)
     state = count_tokens(state, jnp.asarray(sampling.slot), tokens[:, 0], active & ok)
     output = StepOutput(
