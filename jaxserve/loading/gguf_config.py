@@ -99,7 +99,7 @@ class _Reader:
         if value is None:
             value = default
         if type(value) is not int or not 1 <= value <= MAX_SIZE:
-            raise self.fail(key, f"is {str(value)[:40]}; want a whole number 1 to {MAX_SIZE}")
+            raise self.fail(key, f"{_shown(value)}; want a whole number 1 to {MAX_SIZE}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -109,7 +109,7 @@ class _Reader:
             value = default
         usable = isinstance(value, int | float) and not isinstance(value, bool)
         if not usable or not SMALLEST_NUMBER < value < LARGEST_NUMBER:
-            raise self.fail(key, f"is {str(value)[:40]}; want a number above 0")
+            raise self.fail(key, f"{_shown(value)}; want a number above 0")
         return float(str(np.float32(value)))
 
     def _num_layers(self) -> int:
@@ -211,3 +211,7 @@ class _Reader:
 
     def _optional_number(self, key: str) -> float | None:
         return None if self.get(key) is None else self.number(key)
+
+
+def _shown(value: Any) -> str:
+    return "is missing" if value is None else f"is {str(value)[:40]}"

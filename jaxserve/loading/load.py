@@ -22,6 +22,7 @@ from jaxserve.loading.gguf_config import hf_config
 from jaxserve.loading.gguf_file import GGUFFile
 from jaxserve.loading.gguf_tensors import GGUFTensors
 from jaxserve.loading.gguf_tokenizer import tokenizer_from_gguf
+from jaxserve.loading.hf_tokenizer import tokenizer_from_folder
 from jaxserve.loading.hub import resolve
 from jaxserve.loading.json_file import read_json_object
 from jaxserve.loading.loaded_model import LoadedModel
@@ -116,8 +117,6 @@ def _open_gguf(path: Path) -> _Checkpoint:
 
 
 def _open_folder(path: Path) -> _Checkpoint:
-    from jaxserve.loading.hf_tokenizer import tokenizer_from_folder
-
     config = read_json_object(path / "config.json")
     quantization = config.get("quantization_config")
     if quantization is not None:
