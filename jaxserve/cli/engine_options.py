@@ -1,0 +1,114 @@
+"""The options of every command that runs an engine, under vLLM's names where it has one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxserve.cli.byte_size import parse_byte_size, show_byte_size
+from jaxserve.config import EngineConfig
+
+_PANEL = "Engine"
+DEFAULT_BODY_SIZE = 16 << 20
+
+
+def _option(*names: str, help: str) -> typer.models.OptionInfo:
+    return typer.Option(*names, help=help, rich_help_panel=_PANEL)
+
+
+def _byte_size(text: str | int) -> int:
+    try:
+        return parse_byte_size(str(text))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _size_option(*names: str, help: str, panel: str, shown_default: str) -> typer.models.OptionInfo:
+    return typer.Option(
+        *names,
+        help=help,
+        parser=_byte_size,
+        metavar="SIZE",
+        rich_help_panel=panel,
+        show_default=shown_default,
+    )
+
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A pulled model's name, a .gguf file or a folder.")
+]
+Dtype = Annotated[str, _option("--dtype", help="auto, float32 or bfloat16. auto: float32 on CPUs.")]
+MaxModelLen = Annotated[
+    int | None,
+    _option("--max-model-len", help="Tokens of prompt and output. Default: the model's limit."),
+]
+MaxBatchRows = Annotated[
+    int, _option("--max-batch-rows", "--max-num-seqs", help="Requests that run at once.")
+]
+MaxBatchTokens = Annotated[
+    int,
+    _option(
+        "--max-batch-tokens",
+        "--max-num-batched-tokens",
+        help="Prompt tokens a step may carry; fewer: steadier streams.",
+    ),
+]
+MaxQueue = Annotated[
+    int,
+    _option("--max-queue", "--max-num-queued-reqs", help="Waiting requests; above it: 429."),
+]
+KVMemory = Annotated[
+    int,
+    _size_option(
+        "--kv-memory",
+        "--kv-cache-memory-bytes",
+        help="Memory of the KV pool, such as 1GiB or 512M.",
+        panel=_PANEL,
+        shown_default=show_byte_size(EngineConfig().kv_memory),
+    ),
+]
+PageSize = Annotated[int, _option("--page-size", "--block-size", help="Tokens of a KV page.")]
+Seed = Annotated[int, _option("--seed", help="Root of the draws of requests without a seed.")]
+ModelFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--model-file",
+        exists=True,
+        dir_okay=False,
+        help="Python file that ends in MODEL, used instead of the built-in family.",
+        rich_help_panel=_PANEL,
+    ),
+]
+ChatTemplateFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--chat-template",
+        exists=True,
+        dir_okay=False,
+        help="Jinja file used instead of the model's own chat template.",
+        rich_help_panel=_PANEL,
+    ),
+]
+BodySize = Annotated[
+    int,
+    _size_option(
+        "--max-body-size",
+        help="Largest request body; above it: 413.",
+        panel="Server",
+        shown_default=show_byte_size(DEFAULT_BODY_SIZE),
+    ),
+]
+
+DEFAULT_MODEL = "smollm2"
+DEFAULTS = EngineConfig()
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What to load and how to run it."""
+
+    model: str
+    config: EngineConfig
+    model_file: Path | None = None
+    chat_template: Path | None = None
