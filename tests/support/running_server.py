@@ -73,15 +73,17 @@ class RunningServer:
         return read_metric(text, name, **labels)
 
     async def wait_idle(self, seconds: float = 2.0) -> None:
-        """Wait until no choice is open, in the client and in a fake engine."""
+        """Wait until no choice is open and every page is free."""
         deadline = time.monotonic() + seconds
         while self._num_open() and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-        assert self._num_open() == 0, f"{self._num_open()} requests still open"
+        assert self._num_open() == 0, f"{self._num_open()} requests or pages are still held"
 
     def _num_open(self) -> int:
+        """Requests in the client and in a fake engine, pages in use in a real one."""
         engine = self.client._engine
-        return self.client.num_inflight + getattr(engine, "num_open", 0)
+        held = engine.allocator.num_used if hasattr(engine, "allocator") else engine.num_open
+        return self.client.num_inflight + held
 
 
 @asynccontextmanager
@@ -95,7 +97,9 @@ async def serve(
 ) -> AsyncIterator[RunningServer]:
     """Serve `engine` until the block ends, then make the closing asserts."""
     metrics = ServerMetrics(model.name)
-    if hasattr(engine, "on_step"):
+    if hasattr(engine, "observe"):
+        engine.observe(metrics.on_step)
+    else:
         engine.on_step = metrics.on_step
     client = EngineClient(
         engine,
