@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Array = jax.Array | np.ndarray
+type Array = jax.Array | np.ndarray
 
 MAX_SUPPRESS_IDS = 64  # EOS and stop ids a row may hold back until min_tokens are out
 
