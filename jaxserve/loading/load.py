@@ -159,10 +159,12 @@ def _model_config(model: ModelDef, config: Mapping[str, Any], path: Path) -> Con
 
 
 def _naming[Result](path: Path, read: Callable[[], Result]) -> Result:
-    """Run `read`, putting the checkpoint's path in front of its error."""
+    """Run `read`; an error that does not say which checkpoint it is about is told so."""
     try:
         return read()
     except ModelLoadError as error:
+        if str(path) in str(error):
+            raise
         raise ModelLoadError(f"{path}: {error}") from error
 
 

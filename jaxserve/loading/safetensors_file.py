@@ -63,7 +63,8 @@ class SafetensorsFolder:
             return values
         rows = max(1, _PIECE_ELEMENTS // max(1, values[:1].size))
         for start in range(0, shape[0], rows):
-            values[start : start + rows] = tensor[start : start + rows]
+            end = min(start + rows, shape[0])  # the library refuses slices past the end
+            values[start:end] = tensor[start:end]
         return values
 
     def label(self, name: str) -> str:
