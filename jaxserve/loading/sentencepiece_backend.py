@@ -4,9 +4,10 @@ SentencePiece's BPE merges the neighbours whose union is the best-scored piece; 
 by a ranked list of pairs. The list is recovered from the scores: every way to cut a piece in two
 pieces is a merge, and merges are ranked by the piece they make.
 
-Differences to SentencePiece, none of which a real vocabulary's text reaches: of two overlapping
-pairs that make the same piece the longer left part wins, not the left-most pair; and pieces marked
-unused take no part.
+Known differences to SentencePiece, on the edge of what real text reaches: of overlapping pairs that
+make the same piece the longer left part wins, not the left-most pair; pieces marked unused take no
+part; unigram paths of equal score may be chosen otherwise; with a character map, CR LF counts as
+one character; with user-defined pieces, a whole text that spells a byte piece ("<0x41>") is one.
 """
 
 import re
