@@ -1,4 +1,5 @@
-"""Runs transformers in float32 on tiny random checkpoints and writes tests/goldens/*.json.
+"""Runs transformers in float32 on tiny random checkpoints and writes tests/goldens/*.json, and
+what its RoPE rules give at real sizes to tests/goldens/rope/rules.json.
 
 Started by scripts/make_goldens in an environment with torch. A golden holds a config, a seed and
 what came out; the weights are drawn again from the seed by the tests (jaxserve.loading.random_init,
@@ -17,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDENS = ROOT / "tests" / "goldens"
@@ -126,6 +129,45 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 
+# (parameters, head_dim, max_position_embeddings, lengths at which the frequencies are wanted)
+ROPE_CASES: dict[str, tuple[dict[str, Any], int, int, list[int]]] = {
+    "default": ({"rope_type": "default", "rope_theta": 100000.0}, 64, 8192, [8192]),
+    "linear": ({"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}, 256, 131072, [131072]),
+    "dynamic": (
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+        128, 2048, [1, 2048, 2049, 3000, 4096],
+    ),
+    "llama3": (
+        {
+            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        },
+        64, 131072, [131072],
+    ),
+    "yarn": (
+        {
+            "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 4.0,
+            "original_max_position_embeddings": 32768,
+        },
+        128, 131072, [131072],
+    ),
+    "yarn-everything": (
+        {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "beta_fast": 24.0,
+            "beta_slow": 2.0, "mscale": 1.0, "mscale_all_dim": 0.7, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        64, 163840, [163840],
+    ),
+    "yarn-attention-factor": (
+        {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "attention_factor": 0.9,
+            "original_max_position_embeddings": 4096,
+        },
+        64, 8192, [8192],
+    ),
+}  # fmt: skip
+
 
 def main() -> None:
     torch.set_num_threads(1)
@@ -133,12 +175,46 @@ def main() -> None:
     unknown = [name for name in wanted if name not in CASES]
     if unknown:
         sys.exit(f"make_goldens: no case {unknown}; cases are {', '.join(CASES)}")
-    GOLDENS.mkdir(exist_ok=True)
+    (GOLDENS / "rope").mkdir(parents=True, exist_ok=True)
+    write(GOLDENS / "rope" / "rules.json", rope_rules())
     for name in wanted:
         golden = make_golden(name, CASES[name])
-        path = GOLDENS / f"{name}.json"
-        path.write_text(json.dumps(golden, separators=(",", ":")) + "\n")
-        print(f"{path.relative_to(ROOT)}: seed {golden['seed']}, margin {golden['min_margin']:.4f}")
+        print(f"{name}: seed {golden['seed']}, margin {golden['min_margin']:.4f}")
+        write(GOLDENS / f"{name}.json", golden)
+
+
+def write(path: Path, golden: dict[str, Any]) -> None:
+    golden["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    path.write_text(json.dumps(golden, separators=(",", ":")) + "\n")
+    print(f"wrote {path.relative_to(ROOT)}")
+
+
+def rope_rules() -> dict[str, Any]:
+    """For every rule, the frequencies at each length and the scaling of cosine and sine."""
+    rules = {}
+    for name, (parameters, head_dim, max_position, lengths) in ROPE_CASES.items():
+        config = transformers.LlamaConfig(
+            hidden_size=head_dim,
+            num_attention_heads=1,
+            head_dim=head_dim,
+            max_position_embeddings=max_position,
+            rope_parameters=dict(parameters),
+        )
+        rule = ROPE_INIT_FUNCTIONS.get(
+            parameters["rope_type"], LlamaRotaryEmbedding.compute_default_rope_parameters
+        )
+        inv_freq = {}
+        for length in lengths:
+            frequencies, scaling = rule(config, device="cpu", seq_len=length)
+            inv_freq[str(length)] = frequencies.tolist()
+        rules[name] = {
+            "parameters": parameters,
+            "head_dim": head_dim,
+            "max_position_embeddings": max_position,
+            "inv_freq": inv_freq,
+            "attention_scaling": scaling,
+        }
+    return {"rules": rules}
 
 
 def make_golden(name: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -173,7 +249,6 @@ def run(name: str, config: dict[str, Any], seed: int) -> dict[str, Any]:
         "ids": ids,
         "min_margin": min(margins),
         "logits": {str(at): [float(f"{x:.7g}") for x in logits[at].tolist()] for at in kept},
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
 
 

@@ -201,9 +201,7 @@ def forward(
     config: Gemma3Config, params: Params, batch: StepBatch, kv_pool: KVPool, ops: Ops
 ) -> tuple[jax.Array, Taps, KVPool]:
     """All layers over the step's flat tokens. Returns (hidden [T, E], no taps, kv_pool)."""
-    hidden = embed(params["embed"], batch.tokens)
-    # Rounded to the weights' dtype first: in bfloat16 sqrt(640) becomes 25.25, as in training.
-    hidden = hidden * jnp.asarray(config.hidden_size**0.5, hidden.dtype)
+    hidden = scaled_embedding(params["embed"], batch.tokens)
     local_rotation = cos_and_sin(config.local_rope, batch.positions)
     global_rotation = cos_and_sin(config.global_rope, batch.positions)
     for index, layer in enumerate(params["layers"]):
@@ -216,6 +214,13 @@ def forward(
         )  # fmt: skip
         hidden = attention_output_and_mlp(config, ops, layer, hidden, attended)
     return centered_rms_norm(ops, hidden, params["final_norm"], config.rms_norm_eps), {}, kv_pool
+
+
+def scaled_embedding(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Rows of table [V, E] times sqrt(E), which is rounded to the table's dtype as in training:
+    in bfloat16 the factor of 640 is 25.25, not 25.298.
+    """
+    return embed(table, tokens) * jnp.asarray(table.shape[1] ** 0.5, table.dtype)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
