@@ -39,7 +39,9 @@ def standard_noise(key: str, shape: tuple[int, ...]) -> np.ndarray:
     """Bell-shaped float32 noise of mean 0 and deviation 1: four uniform 16-bit words, summed."""
     digest = hashlib.sha256(key.encode()).digest()
     bits = np.random.PCG64(int.from_bytes(digest[:16], "little"))
-    words = bits.random_raw(int(np.prod(shape))).astype("<u8").view("<u2").reshape(-1, 4)
-    centered = words.astype(np.int64).sum(axis=1) - 2 * 65535  # exact integers
+    words = bits.random_raw(int(np.prod(shape))).astype("<u8", copy=False).view("<u2")
+    centered = np.full(words.size // 4, -2 * 65535, np.int32)  # exact integers throughout
+    for word in range(4):
+        centered += words[word::4]
     deviation = 65536 / np.sqrt(3)  # of four words: sqrt(4 * 65536**2 / 12)
     return (centered / deviation).astype(np.float32).reshape(shape)
