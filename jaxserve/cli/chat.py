@@ -11,6 +11,7 @@ from jaxserve.cli import sampling_options as sampling
 from jaxserve.cli.terminal import say, set_up_logging, with_clear_errors
 from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequestError
+from jaxserve.loading import hub
 from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # imported when the command runs: `jaxserve --help` stays quick
@@ -61,7 +62,8 @@ def chat_command(
         "repetition_penalty": repetition_penalty,
         "seed": sampling_seed,
     }
-    sampling.make_params({}, given)  # a value out of range is told before a model is loaded
+    sampling.make_params({}, given)  # what is mistyped is told before a model is loaded
+    hub.resolve(model)
 
     from jaxserve.cli.engine_start import start_engine
 

@@ -9,6 +9,7 @@ from jaxserve.cli import engine_options as opt
 from jaxserve.cli import sampling_options as sampling
 from jaxserve.cli.terminal import say, with_clear_errors
 from jaxserve.config import EngineConfig
+from jaxserve.loading import hub
 
 Prompts = Annotated[
     list[str],
@@ -56,7 +57,8 @@ def generate_command(
         "seed": sampling_seed,
         "stop": stop,
     }
-    sampling.make_params({}, given)  # a value out of range is told before a model is loaded
+    sampling.make_params({}, given)  # what is mistyped is told before a model is loaded
+    hub.resolve(model)
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
 
     from jaxserve.cli.engine_start import start_engine

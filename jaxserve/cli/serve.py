@@ -12,6 +12,7 @@ import typer
 from jaxserve.cli import engine_options as opt
 from jaxserve.cli.terminal import say, set_up_logging, with_clear_errors
 from jaxserve.config import EngineConfig
+from jaxserve.loading import hub
 
 if TYPE_CHECKING:  # imported when the command runs: `jaxserve --help` stays quick
     from jaxserve.server.metrics import ServerMetrics
@@ -93,6 +94,7 @@ def serve_command(
         page_size=page_size,
         seed=seed,
     )
+    hub.resolve(model)  # a mistyped name fails before anything is imported or opened
     from jaxserve.server.settings import ServerSettings
 
     settings = ServerSettings(
@@ -113,12 +115,10 @@ def _serve(
     port: int,
     shutdown_timeout: float,
 ) -> None:
-    from jaxserve.loading.hub import resolve
     from jaxserve.server.app import make_loading_app
     from jaxserve.server.lifecycle import CannotListenError, StillLoadingError, run_server
     from jaxserve.server.metrics import ServerMetrics
 
-    resolve(options.model)  # a mistyped name fails before the port opens
     name = (settings.served_model_names or (options.model,))[0]
     metrics = ServerMetrics(name)
     app = make_loading_app(settings, metrics, options.model)
