@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from jaxserve.cli import bench_options as opt
-from jaxserve.errors import EngineDeadError, InvalidRequestError, ModelLoadError, PullError
+from jaxserve.cli.terminal import say, with_clear_errors
+from jaxserve.errors import InvalidRequestError
 
 if TYPE_CHECKING:  # the real imports are in the commands: `jaxserve --help` stays quick
     from jaxserve.bench.workload import BenchRequest
@@ -20,30 +21,14 @@ if TYPE_CHECKING:  # the real imports are in the commands: `jaxserve --help` sta
 
 Workload = tuple[str, "Callable[[int], Sequence[BenchRequest]]"]  # its description, its run k
 
-_USER_ERRORS = (InvalidRequestError, EngineDeadError, ModelLoadError, PullError)
-
 
 def register(app: typer.Typer) -> None:
     """Add the command group `bench`."""
     group = typer.Typer(help="Measure a server or the engine.", no_args_is_help=True)
-    group.command("serve")(_user_errors(serve_command))
-    group.command("throughput")(_user_errors(throughput_command))
-    group.command("latency")(_user_errors(latency_command))
+    group.command("serve")(with_clear_errors(serve_command))
+    group.command("throughput")(with_clear_errors(throughput_command))
+    group.command("latency")(with_clear_errors(latency_command))
     app.add_typer(group, name="bench")
-
-
-def _user_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """What a user can correct is one line on stderr, not a traceback."""
-
-    @functools.wraps(command)
-    def wrapped(*args: Any, **options: Any) -> None:
-        try:
-            command(*args, **options)
-        except _USER_ERRORS as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1) from None
-
-    return wrapped
 
 
 def serve_command(
@@ -205,7 +190,7 @@ def _serve(given: dict[str, Any]) -> None:
         default = f"serve-{time.strftime('%Y%m%d-%H%M%S')}.json"
         path = given["result_dir"] / (given["result_filename"] or default)
         save_json(report, path)
-        typer.echo(f"written to {path}", err=True)
+        say(f"written to {path}")
 
 
 def _sampling(given: dict[str, Any]) -> Any:
@@ -274,7 +259,7 @@ def _percentiles(text: str) -> tuple[float, ...]:
 def _load(model: str, max_batch_rows: int | None) -> "LLM":
     from jaxserve.llm import LLM
 
-    typer.echo(f"loading {model}", err=True)
+    say(f"loading {model}")
     return LLM(model) if max_batch_rows is None else LLM(model, max_batch_rows=max_batch_rows)
 
 
@@ -284,4 +269,4 @@ def _finish(report: dict[str, Any], text: str, output_json: Path | None) -> None
     typer.echo(text)
     if output_json is not None:
         save_json(report, output_json)
-        typer.echo(f"written to {output_json}", err=True)
+        say(f"written to {output_json}")

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 from rich.progress import TransferSpeedColumn as SpeedColumn
 
-from jaxserve.errors import PullError
+from jaxserve.cli.terminal import with_clear_errors
 from jaxserve.loading.hub import list_models, pull
 from jaxserve.loading.model_cache import home, megabytes
 
@@ -45,7 +45,7 @@ class TerminalReporter:
 
 def register(app: typer.Typer) -> None:
     """Add the commands `pull` and `models`."""
-    app.command("pull")(pull_command)
+    app.command("pull")(with_clear_errors(pull_command))
     app.command("models")(models_command)
 
 
@@ -64,12 +64,8 @@ def pull_command(
     """
     console = Console(stderr=True)
     for name in names:
-        try:
-            with TerminalReporter(console) as report:
-                path = pull(name, report)
-        except PullError as error:
-            console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
-            raise typer.Exit(1) from None
+        with TerminalReporter(console) as report:
+            path = pull(name, report)
         typer.echo(path)
 
 
