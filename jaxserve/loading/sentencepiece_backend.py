@@ -41,18 +41,24 @@ def sentencepiece_backend(
         for piece, kind in zip(vocabulary.pieces, vocabulary.kinds, strict=True)
         if kind == TokenKind.USER_DEFINED and not (merge_space_runs and not piece.strip(SPACE))
     ]
-    _check_kept_by_charsmap(vocabulary, user_defined)
-    # Cutting at added tokens would give every part a dummy prefix and strip its spaces. Where
-    # there is nothing of the kind, added tokens are the faster way.
-    whole = not (vocabulary.add_dummy_prefix or vocabulary.remove_extra_whitespaces)
-    cut_out = [] if whole else user_defined
     try:
-        model = _unigram(vocabulary) if vocabulary.unigram else _bpe(vocabulary, bool(cut_out))
-    except Exception as error:  # the library's own checks, whatever they raise
+        _check_kept_by_charsmap(vocabulary, user_defined)
+        return _assemble(vocabulary, [piece for piece in user_defined if piece])
+    except ModelLoadError:
+        raise
+    except Exception as error:  # the library's own checks raise bare Exception
         raise ModelLoadError(
             f"the SentencePiece vocabulary of {len(vocabulary.pieces)} pieces is not usable: "
             f"{str(error)[:200]}"
         ) from error
+
+
+def _assemble(vocabulary: SentencePieceVocabulary, user_defined: list[str]) -> tokenizers.Tokenizer:
+    # Cutting at added tokens would give every part a dummy prefix and strip its spaces. Where
+    # there is nothing of the kind, added tokens are the faster way.
+    whole = not (vocabulary.add_dummy_prefix or vocabulary.remove_extra_whitespaces)
+    cut_out = [] if whole else user_defined
+    model = _unigram(vocabulary) if vocabulary.unigram else _bpe(vocabulary, bool(cut_out))
     backend = tokenizers.Tokenizer(model)
     if steps := _normalizers(vocabulary):
         backend.normalizer = normalizers.Sequence(steps)
@@ -62,7 +68,7 @@ def sentencepiece_backend(
         backend.pre_tokenizer = pre_tokenizers.Split(pattern, behavior="isolated")
     backend.decoder = _decoder(vocabulary)
     backend.add_special_tokens(_special_tokens(vocabulary))
-    if not cut_out:
+    if whole:
         backend.add_tokens([AddedToken(piece, normalized=True) for piece in user_defined])
     return backend
 

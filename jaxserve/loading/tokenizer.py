@@ -1,6 +1,5 @@
 """Text to token ids and back: a thin, immutable face on the `tokenizers` library."""
 
-import logging
 from collections.abc import Mapping, Sequence
 
 import tokenizers
@@ -8,8 +7,6 @@ import tokenizers
 from jaxserve.errors import InvalidRequestError
 from jaxserve.loading.detokenizer import IncrementalDetokenizer
 from jaxserve.loading.token_text import token_text
-
-logger = logging.getLogger(__name__)
 
 
 class Tokenizer:
@@ -71,14 +68,8 @@ class Tokenizer:
         return self.bos_token_id is not None and self.bos_token_id in self._prefix
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; InvalidRequestError if it is not valid Unicode."""
-        try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        except (UnicodeEncodeError, TypeError) as error:
-            raise InvalidRequestError(
-                "the text is not valid Unicode (it holds half of a surrogate pair); "
-                "send it as UTF-8"
-            ) from error
+        """Token ids of a text; InvalidRequestError if it cannot be encoded."""
+        ids = self._encode(text)
         if not add_special_tokens:
             return ids
         if self._prefix and ids[: len(self._prefix)] != self._prefix:
@@ -109,6 +100,23 @@ class Tokenizer:
     ) -> IncrementalDetokenizer:
         """A decoder of what follows the prompt."""
         return IncrementalDetokenizer(self._text, prompt_ids, skip_special_tokens)
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        except TypeError as error:
+            raise InvalidRequestError(
+                "the text is not valid Unicode (it holds half of a surrogate pair); "
+                "send it as UTF-8"
+            ) from error
+        except BaseException as error:
+            # The library's panics pass `except Exception`; one text must not end a worker thread.
+            if type(error).__name__ != "PanicException":
+                raise
+            raise InvalidRequestError(
+                f"the tokenizer library fails on this text: {str(error)[:200]}"
+            ) from error
+        return ids
 
     def _named_token(self, role: str) -> str | None:
         token_id = self._named.get(role)
