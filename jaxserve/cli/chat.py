@@ -1,6 +1,5 @@
 """`jaxserve chat`: talk to a model in the terminal, without a server."""
 
-import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,7 +50,7 @@ def chat_command(
 
     In the conversation: /exit leaves, /clear forgets what was said, Ctrl-C stops an answer.
     """
-    set_up_logging(logging.WARNING)
+    set_up_logging()
     config = EngineConfig(dtype=dtype, max_model_len=max_model_len, kv_memory=kv_memory)
     given = {
         "max_tokens": max_tokens,

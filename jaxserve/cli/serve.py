@@ -103,7 +103,9 @@ def serve_command(
         max_body_bytes=max_body_size,
         log_requests=log_requests,
     )
-    set_up_logging(logging.INFO if log_requests else logging.WARNING)
+    set_up_logging()
+    if log_requests:
+        logging.getLogger("jaxserve.access").setLevel(logging.INFO)
     options = opt.EngineOptions(model, config, model_file, chat_template)
     _serve(options, settings, host, port, shutdown_timeout)
 

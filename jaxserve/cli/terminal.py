@@ -32,8 +32,10 @@ def with_clear_errors[**P](command: Callable[P, None]) -> Callable[P, None]:
     return wrapped
 
 
-def set_up_logging(level: int = logging.INFO) -> None:
-    """Log lines on stderr: time, level, place, text."""
+def set_up_logging() -> None:
+    """Warnings on stderr: time, level, place, text."""
     logging.basicConfig(
-        level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
+        level=logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
     )

@@ -35,6 +35,7 @@ from jaxserve.server.state import STATE, Backend, ServerState
 access_logger = logging.getLogger("jaxserve.access")
 
 _CANCEL_GRACE_SECONDS = 2.0
+_KEEPALIVE_SECONDS = 75.0  # longer than proxies keep an idle connection, which they then reuse
 
 
 def make_app(
@@ -95,6 +96,7 @@ def make_runner(app: web.Application) -> web.AppRunner:
         access_log=access_logger if state.settings.log_requests else None,
         access_log_format='%a "%r" %s %b bytes %Tf s',
         shutdown_timeout=_CANCEL_GRACE_SECONDS,
+        keepalive_timeout=_KEEPALIVE_SECONDS,
     )
 
 

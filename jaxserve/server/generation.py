@@ -54,6 +54,7 @@ class Generation:
         self._backlog = 0
         self._wake = asyncio.Event()
         self._closed = False
+        self._accepted = False
         self._timers: dict[int, ChoiceTimer] = {}
         self._base: dict[str, int] = {}
         for request in requests:
@@ -69,6 +70,7 @@ class Generation:
         except BaseException:
             self._abort()
             raise
+        self._accepted = True
         return self
 
     async def __aexit__(
@@ -138,8 +140,9 @@ class Generation:
         if self._closed:
             return
         self._closed = True
-        for timer in self._timers.values():
-            timer.on_abort()
+        if self._accepted:
+            for timer in self._timers.values():
+                timer.on_abort()
         self._abort_requests()
 
     def _abort_requests(self) -> None:

@@ -125,6 +125,7 @@ def flooding_engine() -> FakeEngine:
     return FakeEngine([65], max_model_len=100_000, tokens_per_step=20, step_seconds=0.01)
 
 
+@pytest.mark.slow
 async def test_reader_that_stops_is_cut_off_after_the_write_timeout() -> None:
     settings = ServerSettings(write_timeout=0.3)
     model = ByteModel(max_model_len=100_000)
@@ -136,6 +137,7 @@ async def test_reader_that_stops_is_cut_off_after_the_write_timeout() -> None:
         await server.wait_idle(5)
 
 
+@pytest.mark.slow
 async def test_reader_that_lags_too_far_is_dropped_and_slows_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import aiohttp
+import pytest
 
 from jaxserve.server.app import attach, drain, make_loading_app
 from jaxserve.server.metrics import ServerMetrics
@@ -122,6 +123,7 @@ def send_many(url: str, body: bytes, times: int) -> list[int]:
     return asyncio.run(send_all())
 
 
+@pytest.mark.slow
 async def test_b58_health_answers_within_a_second_under_500_long_prompts() -> None:
     engine = FakeEngine([65], max_model_len=30_000, capacity_tokens=1 << 30, step_seconds=0.001)
     body = json.dumps({"prompt": "word " * 4_000, "max_tokens": 2}).encode()

@@ -84,6 +84,8 @@ async def test_full_queue_is_429_with_retry_after(stream: bool) -> None:
             assert int(response.headers["Retry-After"]) >= 1
             check_error(await response.json(), "queue_full")
         assert await server.metric("admission_rejections_total") == 1
+        text = (await server.get("/metrics"))[1]
+        assert 'finished_reason="abort"' not in text  # what was refused did not end
         for task in held:
             task.cancel()
         await asyncio.gather(*held, return_exceptions=True)
@@ -125,3 +127,26 @@ async def test_a_bug_is_a_500_that_tells_nothing(caplog: pytest.LogCaptureFixtur
     assert status == 500
     assert "division" not in answer["error"]["message"]
     assert any(record.exc_info for record in caplog.records)
+
+
+async def test_access_log_has_one_line_per_request(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "jaxserve.access")
+    settings = ServerSettings(api_key="secret", log_requests=True)
+    async with serve(FakeEngine(SCRIPT), ByteModel(), settings, check_alive=False) as server:
+        headers = {"Authorization": "Bearer secret"}
+        await server.post("/v1/completions", {"prompt": "private"}, headers=headers)
+        await server.get("/nowhere")
+    lines = [r.getMessage() for r in caplog.records if r.name == "jaxserve.access"]
+    assert len(lines) == 2
+    assert "POST /v1/completions" in lines[0]
+    assert " 200 " in lines[0]
+    assert "GET /nowhere" in lines[1]
+    assert " 404 " in lines[1]
+    assert not any(word in line for line in lines for word in ("secret", "private"))
+
+
+async def test_no_access_log_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with serve(FakeEngine(SCRIPT), ByteModel()) as server:
+        await server.complete(prompt="x")
+    assert not [r for r in caplog.records if "completions" in r.getMessage()]
