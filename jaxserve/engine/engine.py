@@ -111,6 +111,10 @@ class Engine:
         for bucket in (self.bucket_table[0], self.bucket_table[-1]):
             self.runner.dispatch(bucket, *self._empty_inputs(bucket)).result()
 
+    def observe(self, on_step: Callable[[StepStats], None]) -> None:
+        """Hand every further step's StepStats to `on_step`, on the engine's thread."""
+        self._on_step = on_step
+
     # ------------------------------------------------------------------ requests
 
     def check_admissible(self, num_prompt_tokens: int, max_tokens: int | None) -> int:

@@ -89,6 +89,11 @@ class Runner:
         )
 
     @property
+    def pool(self) -> KVPool:
+        """The pool as it is after the last dispatched step."""
+        return self._pool
+
+    @property
     def buckets(self) -> tuple[Bucket, ...]:
         """The buckets that are compiled."""
         return tuple(self._forward)
@@ -104,7 +109,7 @@ class Runner:
         make_inputs: MakeInputs,
         progress: Callable[[str], None] | None = None,
     ) -> None:
-        """Compile (or load from the disk cache) all buckets, two at a time, then run each helper.
+        """Compile (or load from the disk cache) all buckets, two at a time, and the helpers.
 
         `make_inputs` is the function that builds live batches, given nothing to do: warm-up and
         service cannot disagree about a shape or a dtype.

@@ -117,23 +117,10 @@ def _absorb(
     return new_maximum, total * keep + p.sum(-1), acc * keep[..., None] + weigh(p)
 
 
-def _weigh_values(einsum: str, p: jax.Array, values: jax.Array, usable: jax.Array) -> jax.Array:
-    """p @ values, where unusable slots may hold anything.
-
-    p is 0 there and 0 * finite adds nothing, but 0 * NaN would: only when the product is not
-    finite are the slots cleared and the product repeated (clearing always costs as much as the
-    attention itself on XLA:CPU).
-    """
-
-    def product(v: jax.Array) -> jax.Array:
-        return jnp.einsum(einsum, p, v, preferred_element_type=jnp.float32)
-
-    plain = product(values)
-    return jax.lax.cond(
-        jnp.isfinite(plain).all(),
-        lambda: plain,
-        lambda: product(jnp.where(usable[..., None, None], values, 0)),
-    )
+def _weigh_values(einsum: str, p: jax.Array, values: jax.Array, written: jax.Array) -> jax.Array:
+    """p @ values; slots not written yet may hold anything, and 0 * NaN would not be 0."""
+    values = jnp.where(written[..., None, None], values, 0)
+    return jnp.einsum(einsum, p, values, preferred_element_type=jnp.float32)
 
 
 def _finish(carry: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
