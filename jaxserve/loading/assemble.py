@@ -27,7 +27,7 @@ Progress = Callable[[str], None]
 
 MAX_LISTED = 12  # tensors an error names; it counts the rest
 NORMAL_STD = 0.02  # of ParamSpec's init "normal"
-_WORKERS = 2  # dequantising is numpy, which lets go of the GIL: 1.0 s instead of 2.0 for 135M
+_WORKERS = 2  # dequantising is numpy, which lets go of the GIL
 _PROGRESS_SECONDS = 1.0
 
 # Tables that some checkpoints store although programs compute them.

@@ -78,7 +78,7 @@ class _Reader:
         }
         if self.architecture == "gemma3":
             config |= self._gemma3(hidden_size, num_heads, head_dim, num_layers)
-        elif self.architecture == "llama" and self.get("attention.sliding_window") is not None:
+        elif self.architecture == "llama" and self.get("attention.sliding_window"):
             config["architectures"] = ["MistralForCausalLM"]
             config["sliding_window"] = self.size("attention.sliding_window")
         return config

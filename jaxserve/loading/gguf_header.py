@@ -3,7 +3,7 @@
 GGUF is specified in the ggml repository, docs/gguf.md: magic, version, counts, key-value pairs,
 tensor descriptions, then the tensor data. The `gguf` package knows the types and the block formats
 and is used for both, but its reader trusts the file: it believes any length, and makes several
-numpy objects per array element (32 s and 876 MB for a vocabulary of 262,144). So this walk decides
+numpy objects per array element (28 s and 700 MB for a vocabulary of 262,144). So this walk decides
 what a file says; sizes are Python ints, which do not wrap, and nothing is allocated
 for a length that the file does not back with bytes.
 """

@@ -171,7 +171,9 @@ def _naming[Result](path: Path, read: Callable[[], Result]) -> Result:
 def _served_name(name_or_path: str, path: Path) -> str:
     """What clients call the model: a pulled model's name as typed, else the file's or folder's."""
     if Path(name_or_path).expanduser() == path:
-        return path.resolve().name.removesuffix(".gguf")
+        # Not resolved where it has a name: in caches a readable name links to a checksum.
+        own = path.name if path.name not in ("", "..") else path.resolve().name
+        return own.removesuffix(".gguf")
     return name_or_path.removeprefix("hf:")
 
 

@@ -109,6 +109,8 @@ def test_a_window_makes_it_a_mistral(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"llama.attention.sliding_window": 12})
     assert config["architectures"] == ["MistralForCausalLM"]
     assert LLAMA_MODEL.config_from_hf(config).windows == (12, 12)
+    config = config_of(tmp_path, {"llama.attention.sliding_window": 0})
+    assert config["architectures"] == ["LlamaForCausalLM"]
 
 
 def test_gemma_three_by_what_its_files_leave_out(tmp_path: Path) -> None:

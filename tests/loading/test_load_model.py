@@ -223,10 +223,23 @@ def test_files_that_are_no_model(tmp_path: Path) -> None:
     other.write_bytes(b"x")
     with pytest.raises(ModelLoadError, match=r"weights\.bin: want a \.gguf file, or a folder"):
         load_model(str(other))
-    for text, problem in (("{", "cannot be read as JSON"), ("[" * 9999, "JSON"), ("[]", "list")):
-        (tmp_path / "config.json").write_text(text)
+    long = " " * (1 << 20) + "{}"
+    for text, problem in (
+        ("{", "cannot be read as JSON"), ("[" * 9999, "JSON"), ("[]", "list"),
+        (long, "longer than the limit"), ("\ud800", "cannot be read as JSON"),
+    ):  # fmt: skip
+        (tmp_path / "config.json").write_text(text, errors="surrogatepass")
         with pytest.raises(ModelLoadError, match=problem):
             load_model(str(tmp_path))
+
+
+def test_names_that_clients_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(tmp_path / "readable")
+    monkeypatch.chdir(folder)
+    assert load_model(".").name == "readable"
+    blob = write_model_gguf(tmp_path / "0123abcd")
+    (tmp_path / "model.gguf").symlink_to(blob)
+    assert load_model(str(tmp_path / "model.gguf")).name == "model"
 
 
 def test_tokenizer_errors_name_the_gguf_file(tmp_path: Path) -> None:
