@@ -70,10 +70,10 @@ class ChatCall:
     template_kwargs: dict[str, Any]
 
 
-_COMPLETION_FIELDS = COMMON_FIELDS | {"prompt", "echo", "best_of"}
-_COMPLETION_UNSUPPORTED = COMMON_UNSUPPORTED | {"suffix": ("",)}
+COMPLETION_FIELDS = COMMON_FIELDS | {"prompt", "echo", "best_of"}
+COMPLETION_UNSUPPORTED = COMMON_UNSUPPORTED | {"suffix": ("",)}
 
-_CHAT_FIELDS = COMMON_FIELDS | {
+CHAT_FIELDS = COMMON_FIELDS | {
     "messages",
     "max_completion_tokens",
     "top_logprobs",
@@ -83,7 +83,7 @@ _CHAT_FIELDS = COMMON_FIELDS | {
     "add_generation_prompt",
     "chat_template_kwargs",
 }
-_CHAT_UNSUPPORTED = COMMON_UNSUPPORTED | {
+CHAT_UNSUPPORTED = COMMON_UNSUPPORTED | {
     "echo": (False,),
     "chat_template": (),
     "continue_final_message": (False,),
@@ -114,7 +114,7 @@ def parse_completion(
     body: Mapping[str, Any], model_defaults: Mapping[str, float | int]
 ) -> CompletionCall:
     """Check a /v1/completions body. Raises ApiError or InvalidRequestError naming the field."""
-    check_fields(body, _COMPLETION_FIELDS, _COMPLETION_UNSUPPORTED)
+    check_fields(body, COMPLETION_FIELDS, COMPLETION_UNSUPPORTED)
     params = parse_sampling(
         body,
         model_defaults,
@@ -137,7 +137,7 @@ def parse_completion(
 
 def parse_chat(body: Mapping[str, Any], model_defaults: Mapping[str, float | int]) -> ChatCall:
     """Check a /v1/chat/completions body. Raises ApiError or InvalidRequestError."""
-    check_fields(body, _CHAT_FIELDS, _CHAT_UNSUPPORTED)
+    check_fields(body, CHAT_FIELDS, CHAT_UNSUPPORTED)
     limits = ("max_completion_tokens", "max_tokens")
     renames = {"logprobs": "top_logprobs"}
     if body.get("max_completion_tokens") is not None:
