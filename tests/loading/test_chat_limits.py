@@ -98,7 +98,7 @@ def test_ordinary_filters_and_methods_still_work() -> None:
         "{{ 'a,b'.split(',')|join('-') }} {{ 'x'|center(5) }}|{{ 'ab'.replace('a', 'c') }} "
         "{{ 'ab'|replace('b', 'd') }} {{ '%03d' % 7 }} {{ '{:>4}'.format('y') }} "
         "{{ 'l\nm'|indent(2) }} {{ [3, 1]|sort }} {{ 2 ** 10 }} {{ 'ab' * 2 }} "
-        "{{ {'a'': 1}|items|list }}"
+        "{{ {'a': 1}|items|list }}"
     )
     text = ChatTemplate(source).render([USER])
     assert text == "a-b   x  |cb ad 007    y l\n  m [1, 3] 1024 abab [('a', 1)]"
