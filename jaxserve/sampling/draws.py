@@ -9,8 +9,8 @@ score among the kept tokens wins (Gumbel-max). Nothing is sorted to find out whi
 - min_p is a floor relative to the largest probability.
 - top_p is asked only about the winner: it is kept iff the tokens more likely than it hold less
   than top_p of the mass. If not, it and all that are no more likely are out, and the race is run
-  again among the rest with the same noise: exactly the race among the kept tokens. The chance of
-  another round is 1 - top_p at most, far from the ln(V) rounds of the worst case.
+  again among the rest with the same noise: exactly the race among the kept tokens. A row needs
+  another round with a chance of at most 1 - top_p; if top_p is tiny, about ln(V) rounds.
 
 A row's path depends on its own settings and logits, never on its neighbours'.
 """
@@ -74,8 +74,7 @@ def _draw_narrow(
     last = top[:, -1]
     complete = (last < floor[:, 0]) | (last == -jnp.inf) | (count == logits.shape[1])
     narrow = limited & (filters.top_k <= count) & complete
-    scores, weights = _contest(top, ids, floor, peak, filters, keys)
-    winner = _race(scores, weights, filters.top_p, narrow)
+    winner = _race(top, ids, floor, peak, filters, keys, narrow)
     return jnp.take_along_axis(ids, winner[:, None], axis=1)[:, 0], narrow
 
 
@@ -96,49 +95,67 @@ def _draw_wide(
     )
     floor = jnp.where(limited, floor, -jnp.inf)
     ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
-    scores, weights = _contest(logits, ids, floor[:, None], peak, filters, keys)
-    return _race(scores, weights, filters.top_p, wide)
+    return _race(logits, ids, floor[:, None], peak, filters, keys, wide)
 
 
-def _contest(
+def _race(
     logits: jax.Array,
     ids: jax.Array,
     floor: jax.Array,
     peak: jax.Array,
     filters: Filters,
     keys: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Scores and unnormalised probabilities [S, N] of tokens; 0 where top_k or min_p drops them.
+    rows: jax.Array,
+) -> jax.Array:
+    """Index [S] of the winner among logits [S, N] of tokens ids [S or 1, N], floor [S, 1] and more.
 
-    The peak goes first, so that the smallest temperature sends the others to -inf and 0.
+    Only `rows` [S] are waited for.
     """
+    # The peak goes first, so that the smallest temperature sends all others to -inf.
     scaled = (logits - peak[:, None]) / filters.temperature[:, None]
     kept = (logits >= floor) & (scaled >= jnp.log(filters.min_p)[:, None])
-    weights = jnp.where(kept, jnp.exp(scaled), 0.0)
-    return scaled + gumbel(keys, ids, DRAW), weights
+    scores = jnp.where(kept, scaled + gumbel(keys, ids, DRAW), -jnp.inf)
+    _, winner = largest.argmax(scores)
+    filtered = rows & (filters.top_p < 1.0)
+    return lax.cond(
+        jnp.any(filtered),
+        lambda: _rerun(
+            scores, jnp.where(kept, jnp.exp(scaled), 0.0), winner, filters.top_p, filtered
+        ),
+        lambda: winner,
+    )
 
 
-def _race(scores: jax.Array, weights: jax.Array, top_p: jax.Array, rows: jax.Array) -> jax.Array:
-    """Index [S] of the highest score among tokens that have a weight and that top_p keeps.
+def _rerun(
+    scores: jax.Array, weights: jax.Array, winner: jax.Array, top_p: jax.Array, rows: jax.Array
+) -> jax.Array:
+    """The winner [S] after top_p, given scores and unnormalised probabilities [S, N], 0 if dropped.
 
-    Only `rows` [S] are waited for. Sums of more terms are never smaller, whatever the rounding, so
-    the kept set is a threshold on the weight and ties at it are all in.
+    Sums of more terms are never smaller, whatever the rounding, so what top_p keeps is all above a
+    threshold, and ties at the threshold are all in.
     """
-    filtered = rows & (top_p < 1.0)
     target = top_p * jnp.sum(weights, axis=1)
 
-    def unsettled(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        return jnp.any(state[2])
-
-    def run(
-        state: tuple[jax.Array, jax.Array, jax.Array],
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        bar, _, _ = state
-        _, winner = largest.argmax(jnp.where(weights > bar[:, None], scores, -jnp.inf))
+    def judge(winner: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The winners' weights [S], and which of them top_p drops. The most likely always stay."""
         weight = jnp.take_along_axis(weights, winner[:, None], axis=1)
         above = jnp.sum(jnp.where(weights > weight, weights, 0.0), axis=1)
-        out = filtered & (above > 0.0) & (above >= target)
-        return jnp.where(out, weight[:, 0], bar), winner, out
+        return weight[:, 0], rows & (above > 0.0) & (above >= target)
 
-    start = (jnp.zeros_like(top_p), jnp.zeros(rows.shape, jnp.int32), rows)
-    return lax.while_loop(unsettled, run, start)[1]
+    def again(state: _Round) -> _Round:
+        bar = jnp.where(state.dropped, state.weight, state.bar)
+        _, winner = largest.argmax(jnp.where(weights > bar[:, None], scores, -jnp.inf))
+        return _Round(bar, winner, *judge(winner))
+
+    start = _Round(jnp.zeros_like(top_p), winner, *judge(winner))
+    # A row that is done keeps its bar, so later rounds give it the same winner.
+    return lax.while_loop(lambda state: jnp.any(state.dropped), again, start).winner
+
+
+class _Round(NamedTuple):
+    """Where a race stands, one value a row: only tokens of more weight than `bar` take part."""
+
+    bar: jax.Array
+    winner: jax.Array
+    weight: jax.Array
+    dropped: jax.Array

@@ -121,9 +121,15 @@ def _edit(logits: jax.Array, edits: _Edits, flat: SamplingBatch, state: Sampling
         (edits.biased, lambda logits: add_bias(logits, flat.bias_ids, flat.bias_values)),
         (edits.penalised, penalised),
     )
-    for rows, step in steps:
-        logits = lax.cond(jnp.any(rows), step, lambda logits: logits, logits)
-    return logits
+
+    def edited(logits: jax.Array) -> jax.Array:
+        for rows, step in steps:
+            logits = lax.cond(jnp.any(rows), step, lambda logits: logits, logits)
+        return logits
+
+    # One condition around all: each costs a copy of the logits when it is false.
+    anything = jnp.any(edits.held | edits.biased | edits.penalised)
+    return lax.cond(anything, edited, lambda logits: logits, logits)
 
 
 def _largest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -226,14 +226,14 @@ def test_a_state_narrower_than_the_vocabulary_is_refused():
 
 def test_the_state_is_updated_in_place_and_every_mix_is_one_program():
     rows, vocab = 2, 4096
-    state = make_state(9, vocab)
+    state = make_state(65, vocab)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     step = jax.jit(sample, static_argnames="vocab_size", donate_argnums=2)
     logits = np.zeros((rows, 1, vocab), np.float32)
     lowered = step.lower(logits, batch_of({}, {}), state, vocab_size=vocab)
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes == size
-    assert memory.temp_size_in_bytes < 5 * logits.nbytes < size
+    assert memory.temp_size_in_bytes < 8 * logits.nbytes < state.output_counts.nbytes / 4
     for mix in (
         [{}, {}],
         [SAMPLED, {"slot": 1, "presence_penalty": 1.0}],

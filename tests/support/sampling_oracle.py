@@ -44,12 +44,9 @@ def kept_with_margin(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> tuple[np.ndarray, float]:
-    """The mask, and how far min_p and top_p are from deciding otherwise (rounding may below 1e-4).
-
-    Tokens less likely than float32 can say, relative to the first, count as impossible.
-    """
+    """The mask, and how far min_p and top_p are from deciding otherwise: below 1e-4 float32 may."""
     scaled = (logits.astype(np.float64) - logits.max()) / temperature
-    mask = scaled > math.log(np.finfo(np.float32).tiny)
+    mask = scaled > -np.inf
     margin = 1.0
     if 0 < top_k < len(logits):
         mask &= logits >= np.sort(logits)[::-1][top_k - 1]
