@@ -157,27 +157,35 @@ def measure(llm: LLM, peer: Peer, rounds: int) -> tuple[dict[str, Comparison], l
         first_ours = number % 2 == 0
         say(f"round {number + 1} of {rounds}" if number >= 0 else "warm-up")
         workload = RandomWorkload(STREAMS, INPUT_LEN, OUTPUT_LEN, vocab, seed=number)
-        prompts = [list(request.token_ids or ()) for request in workload.requests()]
         if number < 0:
+            prompts = draw(workload, 0)
             both(True, our_side, peer.batch, prompts, 4)
             both(True, our_side, peer.sequential, prompts[:1], 4)
             continue
-        one = prompts[:1]
+        one = draw(workload, 0)[:1]
         mine, theirs = both(first_ours, our_side, peer.sequential, one, OUTPUT_LEN)
         table["token"].add(1e3 * mine[0] / OUTPUT_LEN, 1e3 * theirs[0] / OUTPUT_LEN)
+        one = draw(workload, 1)[:1]
         my_first, their_first = both(first_ours, our_side, peer.sequential, one, 1)
         steps = OUTPUT_LEN - 1
         table["decode"].add(
             1e3 * (mine[0] - my_first[0]) / steps, 1e3 * (theirs[0] - their_first[0]) / steps
         )
+        prompts = draw(workload, 2)
         mine, theirs = both(first_ours, our_side, peer.batch, prompts, OUTPUT_LEN)
         tokens = STREAMS * OUTPUT_LEN
         table["batch"].add(tokens / mine[0], tokens / theirs[0])
         same += [a == b for a, b in zip(mine[1], theirs[1], strict=True)]
+        prompts = draw(workload, 3)
         mine, theirs = both(first_ours, our_side, peer.sequential, prompts, OUTPUT_LEN)
         table["sequential"].add(tokens / mine[0], tokens / theirs[0])
         same += [a == b for a, b in zip(mine[1], theirs[1], strict=True)]
     return table, same
+
+
+def draw(workload: RandomWorkload, number: int) -> Prompts:
+    """Other prompts for every measurement, so that no cache knows them."""
+    return [list(request.token_ids or ()) for request in workload.requests(number)]
 
 
 def say(text: str) -> None:
