@@ -50,9 +50,9 @@ class _Vocabulary:
         self.metadata = metadata
         self.tokens = self.strings("tokens")
         kinds = metadata.get("tokenizer.ggml.token_type")
-        if kinds is not None and len(kinds) != len(self.tokens):
+        if kinds is not None and (not isinstance(kinds, list) or len(kinds) != len(self.tokens)):
             raise ModelLoadError(
-                f"tokenizer.ggml.token_type has {len(kinds)} entries for {len(self.tokens)} tokens"
+                f"tokenizer.ggml.token_type must be a list of {len(self.tokens)} kinds, one a token"
             )
         self.kinds: list[int] = [TokenKind.NORMAL] * len(self.tokens) if kinds is None else kinds
         self._drop_padding()
@@ -71,9 +71,9 @@ class _Vocabulary:
             token_id = self.metadata.get(f"tokenizer.ggml.{key}_token_id", defaults.get(role))
             if token_id is None:
                 continue
-            if not 0 <= token_id < len(self.tokens):
+            if type(token_id) is not int or not 0 <= token_id < len(self.tokens):
                 raise ModelLoadError(
-                    f"tokenizer.ggml.{key}_token_id is {token_id}, but the vocabulary has "
+                    f"tokenizer.ggml.{key}_token_id is {str(token_id)[:40]}, but there are "
                     f"{len(self.tokens)} tokens"
                 )
             named[role] = token_id
@@ -103,7 +103,8 @@ class _Vocabulary:
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     """GPT-2's scheme: text as bytes, each spelled as a printable character, merged by rank."""
-    rule = split_rule(vocabulary.metadata.get("tokenizer.ggml.pre"))
+    pre = vocabulary.metadata.get("tokenizer.ggml.pre")
+    rule = split_rule(pre if pre is None else str(pre))
     merges = [tuple(merge.split(" ")) for merge in vocabulary.strings("merges")]
     try:
         model = models.BPE(
@@ -127,8 +128,14 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
 def _sentencepiece(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     """Llama's scheme: SentencePiece BPE, described by the score of every piece."""
     scores = vocabulary.metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) < len(vocabulary.tokens):
-        raise ModelLoadError("tokenizer.ggml.scores is missing or shorter than the vocabulary")
+    if (
+        not isinstance(scores, list)
+        or len(scores) < len(vocabulary.tokens)
+        or not isinstance(scores[0], float)
+    ):
+        raise ModelLoadError(
+            f"tokenizer.ggml.scores must be a list of {len(vocabulary.tokens)} numbers, one a token"
+        )
     pieces = [
         token.replace(" ", SPACE) if kind == TokenKind.USER_DEFINED else token
         for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)

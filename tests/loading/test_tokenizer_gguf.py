@@ -209,13 +209,16 @@ def test_duplicate_tokens_keep_the_first_id() -> None:
         ({"model": None}, "tokenizer.ggml.model is 'None'"),
         ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"tokens": [1, 2]}, "tokenizer.ggml.tokens is missing or not a list of strings"),
-        ({"token_type": [1]}, "token_type has 1 entries"),
+        ({"token_type": [1]}, "token_type must be a list of 700 kinds"),
+        ({"token_type": "x" * 700}, "token_type must be a list of 700 kinds"),
+        ({"pre": 7}, "tokenizer.ggml.pre is '7'"),
         ({"merges": None}, "tokenizer.ggml.merges is missing"),
         ({"merges": ["a nosuchtoken"]}, "merges does not fit"),
         ({"merges": ["a b c"]}, "merges does not fit"),
         ({"merges": ["ab"]}, "merges does not fit"),
         ({"bos_token_id": 10**6}, "bos_token_id is 1000000"),
         ({"eos_token_id": -1}, "eos_token_id is -1"),
+        ({"eos_token_id": "1"}, "eos_token_id is 1, but"),
     ],
 )
 def test_damaged_metadata_is_named(changes: dict[str, Any], message: str) -> None:

@@ -137,7 +137,7 @@ def test_gguf_without_token_types_still_knows_bytes() -> None:
         assert tokenizer.decode(ids) == oracle_of(model).decode(ids)
 
 
-@pytest.mark.parametrize("scores", [None, [0.0], "no list"])
+@pytest.mark.parametrize("scores", [None, [0.0], "no list", ["x"] * 2000])
 def test_gguf_scores_are_needed(scores: Any) -> None:
     metadata = gguf_of_sentencepiece(train_sentencepiece(), scores=scores)
     with pytest.raises(ModelLoadError, match=r"tokenizer\.ggml\.scores"):
