@@ -72,13 +72,17 @@ async def read_stream(server: RunningServer) -> list[Any]:
 
 async def test_b58_clients_of_a_dying_engine_fail_at_once() -> None:
     engine = FakeEngine([65], step_seconds=0.01, fail_at_step=20)
+    engine.step_gate.clear()
     async with serve(engine, ByteModel(), check_alive=False) as server:
         server.allowed_statuses = {503}
         assert await health(server) == (200, None)
-        began = time.monotonic()
         plain = [server.post("/v1/completions", BODY) for _ in range(4)]
         streams = [read_stream(server) for _ in range(4)]
-        results = await asyncio.gather(*plain, *streams)
+        asking = asyncio.gather(*plain, *streams)
+        await server.wait_inflight(8)
+        began = time.monotonic()
+        engine.step_gate.set()
+        results = await asking
         assert time.monotonic() - began < 5
         for status, answer in results[:4]:
             assert (status, answer["error"]["code"]) == (503, "engine_dead")
@@ -92,14 +96,14 @@ async def test_b58_clients_of_a_dying_engine_fail_at_once() -> None:
 
 async def test_b58_frozen_engine_is_503_after_the_limit_and_200_again_once_it_moves() -> None:
     engine = FakeEngine([65], step_seconds=0.001)
-    settings = ServerSettings(stall_timeout=0.4)
+    settings = ServerSettings(stall_timeout=0.6)
     async with serve(engine, ByteModel(), settings) as server:
         server.allowed_statuses = {503}
         engine.step_gate.clear()
         waiting = asyncio.create_task(server.complete(**BODY | {"max_tokens": 5}))
-        await asyncio.sleep(0.1)
+        await server.wait_inflight(1)
         assert await health(server) == (200, None)
-        assert 0.1 < await health_becomes(server, (503, "engine_hung")) < 2
+        assert await health_becomes(server, (503, "engine_hung")) > 0.1
         engine.step_gate.set()
         await health_becomes(server, (200, None))
         assert (await waiting)["choices"][0]["text"] == "AAAAA"
@@ -146,14 +150,14 @@ async def test_draining_lets_the_running_end_and_refuses_the_new() -> None:
     engine = FakeEngine([65], step_seconds=0.01)
     async with serve(engine, ByteModel(), check_alive=False) as server:
         server.allowed_statuses = {503}
-        running = asyncio.create_task(server.complete(prompt="x", max_tokens=40, ignore_eos=True))
-        await asyncio.sleep(0.1)
+        running = asyncio.create_task(server.complete(prompt="x", max_tokens=80, ignore_eos=True))
+        await server.wait_inflight(1)
         draining = asyncio.create_task(drain(server.app, 10))
         await asyncio.sleep(0.05)
         assert await health(server) == (503, "shutting_down")
         status, answer = await server.post("/v1/completions", BODY)
         assert (status, answer["error"]["code"]) == (503, "shutting_down")
-        assert (await running)["usage"]["completion_tokens"] == 40
+        assert (await running)["usage"]["completion_tokens"] == 80
         await asyncio.wait_for(draining, 2)
 
 
@@ -162,7 +166,7 @@ async def test_draining_aborts_what_runs_longer_than_the_timeout() -> None:
     async with serve(engine, ByteModel(), check_alive=False) as server:
         plain = asyncio.create_task(server.complete(**BODY))
         stream = asyncio.create_task(read_stream(server))
-        await asyncio.sleep(0.1)
+        await server.wait_inflight(2)
         began = time.monotonic()
         await drain(server.app, 0.2)
         assert time.monotonic() - began < 3

@@ -78,7 +78,7 @@ async def test_full_queue_is_429_with_retry_after(stream: bool) -> None:
     body = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True, "stream": stream}
     async with serve(engine, ByteModel(), max_inflight=2) as server:
         held = [asyncio.create_task(server.post("/v1/completions", body)) for _ in range(2)]
-        await asyncio.sleep(0.2)
+        await server.wait_inflight(2)
         async with server.session.post(server.url + "/v1/completions", json=body) as response:
             assert response.status == 429
             assert int(response.headers["Retry-After"]) >= 1
@@ -107,7 +107,7 @@ async def test_too_many_calls_in_flight_is_429_before_the_body_is_read() -> None
     body = {"prompt": "x", "max_tokens": 3000, "ignore_eos": True}
     async with serve(engine, ByteModel(), settings) as server:
         held = asyncio.create_task(server.post("/v1/completions", body))
-        await asyncio.sleep(0.1)
+        await server.wait_inflight(1)
         status, answer = await server.post("/v1/completions", body)
         assert status == 429
         check_error(answer, "queue_full")

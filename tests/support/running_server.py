@@ -7,7 +7,7 @@ engine holds no request, and no 5xx was sent unless the case wants one.
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -72,12 +72,20 @@ class RunningServer:
         _, text = await self.get("/metrics")
         return read_metric(text, name, **labels)
 
+    async def wait_until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+        """Wait for something to come true while the server goes on."""
+        deadline = time.monotonic() + seconds
+        while not condition() and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        assert condition()
+
+    async def wait_inflight(self, count: int) -> None:
+        """Wait until the client holds so many choices."""
+        await self.wait_until(lambda: self.client.num_inflight == count)
+
     async def wait_idle(self, seconds: float = 2.0) -> None:
         """Wait until no choice is open and every page is free."""
-        deadline = time.monotonic() + seconds
-        while self._num_open() and time.monotonic() < deadline:
-            await asyncio.sleep(0.01)
-        assert self._num_open() == 0, f"{self._num_open()} requests or pages are still held"
+        await self.wait_until(lambda: self._num_open() == 0, seconds)
 
     def _num_open(self) -> int:
         """Requests in the client and in a fake engine, pages in use in a real one."""
@@ -109,7 +117,7 @@ async def serve(
         max_inflight=max_inflight,
     )
     client.start()
-    await asyncio.get_running_loop().run_in_executor(None, client.wait_ready, 60)
+    await asyncio.get_running_loop().run_in_executor(None, client.wait_ready, 300)
     app = make_app(client, model, settings or ServerSettings(), metrics)
     async with serve_app(app, client) as server:
         before = await server.complete(**PROBE) if check_alive else None
