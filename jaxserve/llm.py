@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from jaxserve.config import EngineConfig
+from jaxserve.core.compile_cache import use_compile_cache
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.offline_batch import BatchProgress, OfflineBatch
@@ -23,6 +24,7 @@ from jaxserve.errors import EngineDeadError, InvalidRequestError
 from jaxserve.loading.chat_template import encode_chat
 from jaxserve.loading.load import load_model
 from jaxserve.loading.loaded_model import LoadedModel
+from jaxserve.loading.model_cache import home
 from jaxserve.loading.tokenizer import Tokenizer
 from jaxserve.sampling_params import SamplingParams
 
@@ -52,6 +54,7 @@ class LLM:
 
     def __init__(self, model: str | LoadedModel, **engine_config: Any) -> None:
         config = _engine_config(engine_config)
+        use_compile_cache(home() / "compiled")
         if isinstance(model, str):
             model = load_model(model, dtype=config.dtype, progress=logger.info)
         self.model = model
@@ -126,6 +129,13 @@ class LLM:
             ]
         return self._run(read, sampling_params, use_tqdm)
 
+    @property
+    def client(self) -> EngineClient:
+        """What feeds the engine: to serve the same model over HTTP, say."""
+        if self._client is None:
+            raise EngineDeadError("this LLM has been closed; make a new one")
+        return self._client
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.model.tokenizer
@@ -183,9 +193,7 @@ class LLM:
     def _run(
         self, prompts: Sequence[_ReadPrompt], sampling_params: OneOrMoreParams, use_tqdm: bool
     ) -> list[RequestOutput]:
-        client = self._client
-        if client is None:
-            raise EngineDeadError("this LLM has been closed; make a new one")
+        client = self.client
         all_params = self._params_per_prompt(sampling_params, len(prompts))
         for index, (prompt, params) in enumerate(zip(prompts, all_params, strict=True)):
             _at("prompt", index, client.check, prompt.token_ids, params)

@@ -29,8 +29,10 @@ def use_compile_cache(folder: Path) -> None:
     """Keep every compiled program under `folder`, however small or quickly compiled.
 
     JAX by default skips programs that compile in under a second: those add up to a slow start.
+    A cache that is set already (JAX_COMPILATION_CACHE_DIR, an embedding program) stays.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    if jax.config.jax_compilation_cache_dir is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

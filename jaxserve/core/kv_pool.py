@@ -37,7 +37,7 @@ def pool_shapes(spec: KVSpec, num_pages: int, page_size: int, dtype: np.dtype) -
         group = spec.groups[spec.group_of_layer(layer)]
         shape = (num_pages, page_size, group.num_kv_heads, group.head_dim)
         shapes.append(jax.ShapeDtypeStruct(shape, dtype))
-    return KVPool(keys=tuple(shapes), values=tuple(shapes))  # type: ignore[arg-type]
+    return KVPool(keys=tuple(shapes), values=tuple(shapes))
 
 
 def make_pool(spec: KVSpec, num_pages: int, page_size: int, dtype: np.dtype) -> KVPool:

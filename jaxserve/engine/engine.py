@@ -22,9 +22,10 @@ from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.penalty_slots import PenaltySlots, token_counts
 from jaxserve.engine.plan import Committed, Limits, Plan, Scheduled
 from jaxserve.engine.programs import Programs
-from jaxserve.engine.request import Request, TokenEvent, TokenLogprobs
+from jaxserve.engine.request import Request, TokenEvent
 from jaxserve.engine.runner import Runner
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.step_report import StepTimings, token_event
 from jaxserve.errors import EngineDeadError, InvalidRequestError
 from jaxserve.loading.loaded_model import LoadedModel
 from jaxserve.models.contract import check_contract
@@ -103,6 +104,7 @@ class Engine:
         self._slots = PenaltySlots(state_slots)
         self._on_step = on_step
         self._events: list[TokenEvent] = []
+        self._unreported = False  # a late finish changed what the statistics say
         self._failures = 0
 
     def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
@@ -147,19 +149,20 @@ class Engine:
     def finish(self, request_id: str, token_index: int) -> None:
         """A stop string was found late: the output ends after token_index tokens, silently."""
         self.scheduler.finish(request_id, token_index)
+        self._unreported = True
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to report."""
-        return self.scheduler.has_work or bool(self._events)
+        return self.scheduler.has_work or bool(self._events) or self._unreported
 
     # ------------------------------------------------------------------ the loop
 
     def step(self) -> list[TokenEvent]:
         """Run one step and return what is new. Raises EngineDeadError if steps keep failing."""
-        began = time.monotonic()
+        timings = StepTimings()
         plan = self.scheduler.schedule()
-        device_seconds, bucket_name, num_output = 0.0, "none", 0
+        timings.on_plan(plan)
         if not plan.is_empty:
             bucket = pick_bucket(
                 self.runner.buckets, len(plan.decode), len(plan.prefill), plan.num_prefill_tokens
@@ -168,13 +171,14 @@ class Engine:
             batch, sampling = self._inputs(plan, bucket)
             dispatched = time.monotonic()
             output = self._run(plan, bucket, batch, sampling)
-            device_seconds, bucket_name = time.monotonic() - dispatched, bucket.name
+            timings.device_seconds = time.monotonic() - dispatched
+            timings.bucket = bucket.name
             if output is not None:
-                num_output = self._commit(plan, bucket, output)
+                timings.on_commit(self._commit(plan, bucket, output))
         events, self._events = self._events, []
+        self._unreported = False
         if self._on_step is not None:
-            host_seconds = time.monotonic() - began - device_seconds
-            self._on_step(self._stats(plan, num_output, host_seconds, device_seconds, bucket_name))
+            self._on_step(self._stats(plan, timings))
         return events
 
     def _prepare_counts(self, plan: Plan) -> None:
@@ -216,22 +220,19 @@ class Engine:
         if self.scheduler.abort(request_id) is not None:
             self._events.append(TokenEvent(request_id, (), None, "error", error=why))
 
-    def _commit(self, plan: Plan, bucket: Bucket, output: StepOutput) -> int:
-        """Hand the step's tokens to the scheduler and note the events. Returns how many."""
-        rows = {row: item for row, item in plan_rows(plan, bucket) if item.samples}
-        for row, item in rows.items():
+    def _commit(self, plan: Plan, bucket: Bucket, output: StepOutput) -> list[Committed]:
+        """Hand the step's tokens to the scheduler and note the events."""
+        rows = [(row, item) for row, item in plan_rows(plan, bucket) if item.samples]
+        for row, item in rows:
             if not output.ok[row]:
                 self._fail_row(item)
-        tokens = {item.request.request_id: int(output.tokens[row, 0]) for row, item in rows.items()}
-        row_of = {item.request.request_id: row for row, item in rows.items()}
+        row_of = {item.request.request_id: row for row, item in rows}
+        tokens = {name: int(output.tokens[row, 0]) for name, row in row_of.items()}
         committed = self.scheduler.commit(plan, tokens)
-        for news in committed:
-            logprobs = None
-            if news.request.params.logprobs is not None:
-                row = row_of[news.request.request_id]
-                logprobs = (_token_logprobs(output, row, news.request.params.logprobs),)
-            self._events.append(_token_event(news, logprobs))
-        return len(committed)
+        self._events += [
+            token_event(news, output, row_of[news.request.request_id]) for news in committed
+        ]
+        return committed
 
     def _fail_row(self, item: Scheduled) -> None:
         """A row whose logits are NaN fails alone; its pages are cleaned before anyone gets them."""
@@ -254,21 +255,22 @@ class Engine:
     def _empty_inputs(self, bucket: Bucket) -> tuple[StepBatch, SamplingBatch]:
         return self._inputs(Plan(), bucket)
 
-    def _stats(
-        self, plan: Plan, num_output: int, host_seconds: float, device_seconds: float, bucket: str
-    ) -> StepStats:
+    def _stats(self, plan: Plan, timings: StepTimings) -> StepStats:
         return StepStats(
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
             pages_used=self.allocator.num_used,
             pages_total=self.allocator.num_pages - 1,
-            prompt_tokens=plan.num_prefill_tokens,
-            output_tokens=num_output,
+            prompt_tokens=timings.prompt_tokens,
+            output_tokens=timings.output_tokens,
+            step_tokens=len(plan.decode) + plan.num_prefill_tokens,
             num_preemptions=len(plan.preempted),
-            host_seconds=host_seconds,
-            device_seconds=device_seconds,
-            bucket=bucket,
+            host_seconds=timings.host_seconds,
+            device_seconds=timings.device_seconds,
+            bucket=timings.bucket,
             late_compiles=self.runner.late_compiles,
+            queue_seconds=tuple(timings.queue_seconds),
+            prefill_seconds=tuple(timings.prefill_seconds),
         )
 
     def check_integrity(self) -> None:
@@ -302,19 +304,3 @@ def plan_num_pages(config: EngineConfig, bytes_per_token: int, model: LoadedMode
     longest = min(model.max_model_len, config.max_model_len or model.max_model_len)
     useful = config.max_batch_rows * -(-longest // config.page_size) + 1
     return min(affordable, useful)
-
-
-def _token_event(news: Committed, logprobs: tuple[TokenLogprobs, ...] | None) -> TokenEvent:
-    return TokenEvent(
-        news.request.request_id, (news.token,), logprobs, news.finish_reason, news.stop_reason
-    )
-
-
-def _token_logprobs(output: StepOutput, row: int, num_top: int) -> TokenLogprobs:
-    raw = output.logprobs
-    ids, values = raw.top_ids[row, 0, :num_top], raw.top_logprobs[row, 0, :num_top]
-    return TokenLogprobs(
-        logprob=float(raw.token_logprob[row, 0]),
-        rank=int(raw.token_rank[row, 0]),
-        top=tuple((int(token), float(value)) for token, value in zip(ids, values, strict=True)),
-    )

@@ -55,6 +55,8 @@ class OutputDelta:
 class StepStats:
     """What one engine step did; handed to the engine's observers (metrics) after its commit.
 
+    prompt_tokens: of the requests that drew their first token now, each counted once.
+    step_tokens: tokens that ran, recomputed ones too, padding not.
     host_seconds: schedule + batch building + commit; device_seconds: dispatch to result.
     late_compiles: programs compiled after the engine was ready; always 0 in a healthy engine.
     queue_seconds: arrival to first step, of each request that had its first step now.
@@ -67,6 +69,7 @@ class StepStats:
     pages_total: int
     prompt_tokens: int
     output_tokens: int
+    step_tokens: int
     num_preemptions: int
     host_seconds: float
     device_seconds: float

@@ -59,6 +59,7 @@ class Request:
     choice: int = 0
     priority: int = 0
     arrival_time: float = 0.0
+    started_time: float | None = None  # when its first step began
     status: Status = Status.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0

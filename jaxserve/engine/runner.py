@@ -5,7 +5,7 @@ The only place that calls XLA while serving. A step is dispatched asynchronously
 
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import jax
@@ -79,10 +79,10 @@ class Runner:
 
     def reset(self) -> None:
         """A fresh pool and sampling state: at start, and after a step failed with both donated."""
-        self._pool = make_pool(
+        self._pool: KVPool = make_pool(
             self._kv_spec, self._num_pages, self._programs.page_size, self._dtype
         )
-        self._state = make_state(self._state_slots, self._programs.vocab_size)
+        self._state: SamplingState = make_state(self._state_slots, self._programs.vocab_size)
         self._last = LastOutput(
             jnp.zeros((self._programs.max_rows, self._width), jnp.int32),
             jnp.zeros(self._programs.max_rows, jnp.int32),
@@ -115,7 +115,7 @@ class Runner:
         service cannot disagree about a shape or a dtype.
         """
         with ThreadPoolExecutor(_COMPILE_THREADS) as pool:
-            jobs = []
+            jobs: list[tuple[Bucket | int, Future[tuple[jax.stages.Compiled, float]]]] = []
             for bucket in buckets:
                 batch, sampling = make_inputs(bucket)
                 forward = self._programs.lower_forward(self._params, self._pool, batch, self._last)
@@ -158,9 +158,7 @@ class Runner:
 
     def set_counts(self, slot: int, in_prompt: np.ndarray, output_counts: np.ndarray) -> None:
         """Fill a penalty slot: in_prompt [V] bool, output_counts [V] int32."""
-        self._state: SamplingState = _set_slot(
-            self._state, np.int32(slot), in_prompt, output_counts
-        )
+        self._state = _set_slot(self._state, np.int32(slot), in_prompt, output_counts)
 
     def scrub(self, pages: list[int]) -> None:
         """Zero pages that may hold NaN before they are handed out again."""
@@ -168,7 +166,7 @@ class Runner:
             ids = np.zeros(self._pages_per_row, np.int32)
             part = pages[start : start + self._pages_per_row]
             ids[: len(part)] = part
-            self._pool: KVPool = scrub_pages(self._pool, ids)
+            self._pool = scrub_pages(self._pool, ids)
 
     def forward_aliases_pool(self, bucket: Bucket) -> bool:
         """Whether XLA really updates the pool in place in this bucket's program."""

@@ -76,7 +76,8 @@ class TextStream:
             self._take_text(self._detokenizer.finish())
             self._matcher.close()
         text, ids, logprobs = self._release(ended=event.finish_reason is not None)
-        finish_reason, stop_reason = event.finish_reason, event.stop_reason
+        finish_reason = event.finish_reason
+        stop_reason: int | str | None = event.stop_reason
         match = self._matcher.match
         if self._matcher.decided and match is not None:
             finish_reason, stop_reason = "stop", match.stop

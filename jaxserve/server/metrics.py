@@ -104,13 +104,14 @@ class ServerMetrics:
         self.kv_usage.set(stats.pages_used / stats.pages_total if stats.pages_total else 0.0)
         self.prompt_tokens.inc(stats.prompt_tokens)
         self.generation_tokens.inc(stats.output_tokens)
-        self.step_tokens.observe(stats.prompt_tokens + stats.output_tokens)
         for seconds in stats.queue_seconds:
             self.queue_time.observe(seconds)
         for seconds in stats.prefill_seconds:
             self.prefill_time.observe(seconds)
-        self.step_host.observe(stats.host_seconds)
-        self.step_device.observe(stats.device_seconds)
+        if stats.step_tokens:
+            self.step_tokens.observe(stats.step_tokens)
+            self.step_host.observe(stats.host_seconds)
+            self.step_device.observe(stats.device_seconds)
         if stats.num_preemptions:
             self.preemptions.inc(stats.num_preemptions)
         if stats.late_compiles > self._late_compiles_seen:  # the engine reports its running total

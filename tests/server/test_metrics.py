@@ -46,6 +46,7 @@ def step(**changed: object) -> StepStats:
         "pages_total": 20,
         "prompt_tokens": 7,
         "output_tokens": 3,
+        "step_tokens": 10,
         "num_preemptions": 1,
         "host_seconds": 0.002,
         "device_seconds": 0.03,

@@ -202,6 +202,7 @@ class FakeEngine:
             pages_used=num_running,
             pages_total=64,
             prompt_tokens=0,
+            step_tokens=0,
             output_tokens=output_tokens,
             num_preemptions=0,
             host_seconds=0.001,

@@ -1,0 +1,63 @@
+"""Turns what happened in a step into the events and statistics others see."""
+
+import time
+
+from jaxserve.core.step_batch import StepOutput
+from jaxserve.engine.plan import Committed, Plan
+from jaxserve.engine.request import TokenEvent, TokenLogprobs
+
+
+class StepTimings:
+    """Watches one step: host and device time, how long requests queued and prefilled."""
+
+    def __init__(self) -> None:
+        self.began = time.monotonic()
+        self.device_seconds = 0.0
+        self.bucket = "none"
+        self.queue_seconds: list[float] = []
+        self.prefill_seconds: list[float] = []
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+
+    def on_plan(self, plan: Plan) -> None:
+        """Note who runs for the first time. A preempted request has run before."""
+        for item in (*plan.decode, *plan.prefill):
+            if item.request.started_time is None:
+                item.request.started_time = self.began
+                self.queue_seconds.append(self.began - item.request.arrival_time)
+
+    def on_commit(self, committed: list[Committed]) -> None:
+        """Count the new tokens, and each prompt once, when its first token is drawn."""
+        now = time.monotonic()
+        self.output_tokens = len(committed)
+        for news in committed:
+            if len(news.request.output_token_ids) == 1:
+                self.prompt_tokens += len(news.request.prompt_token_ids)
+                self.prefill_seconds.append(now - (news.request.started_time or self.began))
+
+    @property
+    def host_seconds(self) -> float:
+        """Time since the step began that the device did not take."""
+        return time.monotonic() - self.began - self.device_seconds
+
+
+def token_event(news: Committed, output: StepOutput, row: int) -> TokenEvent:
+    """The event of one drawn token, with the logprobs its request asked for."""
+    logprobs = None
+    wanted = news.request.params.logprobs
+    if wanted is not None:
+        logprobs = (_token_logprobs(output, row, wanted),)
+    return TokenEvent(
+        news.request.request_id, (news.token,), logprobs, news.finish_reason, news.stop_reason
+    )
+
+
+def _token_logprobs(output: StepOutput, row: int, num_top: int) -> TokenLogprobs:
+    raw = output.logprobs
+    ids, values = raw.top_ids[row, 0, :num_top], raw.top_logprobs[row, 0, :num_top]
+    return TokenLogprobs(
+        logprob=float(raw.token_logprob[row, 0]),
+        rank=int(raw.token_rank[row, 0]),
+        # Negative ids: fewer tokens are possible than were asked for.
+        top=tuple((int(i), float(x)) for i, x in zip(ids, values, strict=True) if i >= 0),
+    )
