@@ -24,7 +24,8 @@ LAYERS = (
     ("jaxserve.engine",),
     ("jaxserve.llm",),
     ("jaxserve.server", "jaxserve.bench"),
-    ("jaxserve.cli", "jaxserve.__main__"),
+    ("jaxserve.cli",),
+    ("jaxserve.__main__",),
     ("jaxserve",),  # the package itself hands out LLM and SamplingParams
 )
 HOST_ONLY = (
@@ -143,7 +144,7 @@ def test_the_check_sees_wrong_imports(module, source, wrong):
 
 def test_every_module_can_be_imported_alone():
     """No module relies on another one having been imported before (no hidden cycles)."""
-    names = list(modules())
+    names = [name for name in modules() if not name.endswith("__main__")]  # those run
     third_party = ["jax", "jax.numpy", "numpy", "flax.nnx", "aiohttp.web", "tokenizers", "gguf"]
     third_party += ["typer", "rich.progress", "jinja2.sandbox", "prometheus_client", "safetensors"]
     done = subprocess.run(
