@@ -28,7 +28,6 @@ class TerminalReporter:
         self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> "TerminalReporter":
-        self._bars.start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -38,6 +37,8 @@ class TerminalReporter:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def progress(self, what: str, done: int, total: int) -> None:
+        if not self._tasks:
+            self._bars.start()  # not before: the Hub's client draws bars of its own
         if what not in self._tasks:
             self._tasks[what] = self._bars.add_task(what, total=total)
         self._bars.update(self._tasks[what], completed=min(done, total), total=total)

@@ -52,71 +52,71 @@ class Hub:
     url: str = ""
 
 
-def make_handler(hub: Hub) -> type[http.server.BaseHTTPRequestHandler]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers for the repository `hub`, which a subclass sets."""
 
-        def do_HEAD(self) -> None:
-            self.answer(body=False)
+    hub: Hub
+    protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:
-            self.answer(body=True)
+    def do_HEAD(self) -> None:
+        self.answer(body=False)
 
-        def answer(self, body: bool) -> None:
-            path = self.path.partition("?")[0]
-            if path.startswith("/api/models/org/toy/tree/"):
-                self.send(200, json.dumps(tree(hub)).encode(), body)
-            elif path.startswith("/api/models/org/toy"):
-                self.send(200, json.dumps(listing(hub)).encode(), body)
-            elif path.startswith(f"/org/toy/resolve/{COMMIT}/"):
-                self.send_file(path.rpartition("/")[2], body)
-            else:
-                self.send_response(401)
-                self.send_header("X-Error-Code", "RepoNotFound")
-                self.send_header("Content-Length", "0")
-                self.end_headers()
+    def do_GET(self) -> None:
+        self.answer(body=True)
 
-        def send_file(self, name: str, body: bool) -> None:
-            data = hub.files[name]
-            start = 0
-            if body:
-                hub.asked.append(name)
-                if wanted := self.headers.get("Range"):
-                    hub.ranges.append(f"{name} {wanted}")
-                    start = int(wanted.removeprefix("bytes=").partition("-")[0])
-            if body and name == hub.cut:
-                hub.cut = None
-                self.head(200, name, len(data))
-                self.wfile.write(data[: len(data) // 2])
-                self.wfile.flush()
-                self.close_connection = True
-                return
-            self.head(206 if start else 200, name, len(data) - start, start)
-            if body:
-                self.wfile.write(data[start:])
-
-        def head(self, status: int, name: str, length: int, start: int = 0) -> None:
-            total = len(hub.files[name])
-            self.send_response(status)
-            self.send_header("Content-Length", str(length))
-            if start:
-                self.send_header("Content-Range", f"bytes {start}-{total - 1}/{total}")
-            self.send_header("ETag", f'"{hashlib.sha256(hub.files[name]).hexdigest()}"')
-            self.send_header("X-Repo-Commit", COMMIT)
+    def answer(self, body: bool) -> None:
+        path = self.path.partition("?")[0]
+        if path.startswith("/api/models/org/toy/tree/"):
+            self.send(200, json.dumps(tree(self.hub)).encode(), body)
+        elif path.startswith("/api/models/org/toy"):
+            self.send(200, json.dumps(listing(self.hub)).encode(), body)
+        elif path.startswith(f"/org/toy/resolve/{COMMIT}/"):
+            self.send_file(path.rpartition("/")[2], body)
+        else:
+            self.send_response(401)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
             self.end_headers()
 
-        def send(self, status: int, data: bytes, body: bool) -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            if body:
-                self.wfile.write(data)
+    def send_file(self, name: str, body: bool) -> None:
+        data = self.hub.files[name]
+        start = 0
+        if body:
+            self.hub.asked.append(name)
+            if wanted := self.headers.get("Range"):
+                self.hub.ranges.append(f"{name} {wanted}")
+                start = int(wanted.removeprefix("bytes=").partition("-")[0])
+        if body and name == self.hub.cut:
+            self.hub.cut = None
+            self.head(200, name, len(data))
+            self.wfile.write(data[: len(data) // 2])
+            self.wfile.flush()
+            self.close_connection = True
+            return
+        self.head(206 if start else 200, name, len(data) - start, start)
+        if body:
+            self.wfile.write(data[start:])
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
+    def head(self, status: int, name: str, length: int, start: int = 0) -> None:
+        total = len(self.hub.files[name])
+        self.send_response(status)
+        self.send_header("Content-Length", str(length))
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{total - 1}/{total}")
+        self.send_header("ETag", f'"{hashlib.sha256(self.hub.files[name]).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.end_headers()
 
-    return Handler
+    def send(self, status: int, data: bytes, body: bool) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if body:
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
 
 
 def listing(hub: Hub) -> dict[str, object]:
@@ -152,7 +152,9 @@ def hub() -> Iterator[Hub]:
         },
         large=("model.safetensors",),
     )
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), make_handler(served))
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), type("ToyHandler", (Handler,), {"hub": served})
+    )
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
