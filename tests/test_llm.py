@@ -300,15 +300,15 @@ def test_threads_take_turns(make):
 
 
 def test_closing(make):
+    before = set(threading.enumerate())
     llm, _ = make()
     with llm as entered:
         assert entered.generate("a", use_tqdm=False)[0].outputs[0].text == "a"
-        names = [t.name for t in threading.enumerate()]
-        assert "jaxserve-engine" in names
+        assert "jaxserve-engine" in {t.name for t in set(threading.enumerate()) - before}
     with pytest.raises(EngineDeadError, match="closed"):
         llm.generate("a")
     llm.close()
-    assert "jaxserve-engine" not in [t.name for t in threading.enumerate()]
+    assert not set(threading.enumerate()) - before
     assert llm.get_tokenizer().decode([A]) == "a"
 
 

@@ -8,19 +8,16 @@ import logging
 import time
 from collections.abc import Callable
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from jaxserve.config import EngineConfig
 from jaxserve.core.backends import make_ops
-from jaxserve.core.buckets import Bucket, bucket_table, pick_bucket, prefill_sizes
+from jaxserve.core.buckets import Bucket, pick_bucket
 from jaxserve.core.step_batch import SamplingBatch, StepBatch, StepOutput
 from jaxserve.engine.batch_builder import build_batch, build_sampling, plan_rows
+from jaxserve.engine.engine_shape import engine_shape
 from jaxserve.engine.outputs import StepStats
 from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.penalty_slots import PenaltySlots, token_counts
-from jaxserve.engine.plan import Committed, Limits, Plan, Scheduled
+from jaxserve.engine.plan import Committed, Plan, Scheduled
 from jaxserve.engine.programs import Programs
 from jaxserve.engine.request import Request, TokenEvent
 from jaxserve.engine.runner import Runner
@@ -57,50 +54,35 @@ class Engine:
         """
         kv_spec = model.model.kv_spec(model.config)
         ops = make_ops(config.attention_backend, kv_spec)
-        dtype = resolve_dtype(config.dtype)
-        check_contract(model.model, model.config, ops, dtype.name)
-        self.page_size = config.page_size
-        num_pages = plan_num_pages(config, kv_spec.bytes_per_token(dtype.itemsize), model)
-        self.allocator = PageAllocator(num_pages, config.page_size, len(kv_spec.groups))
-        self.capacity_tokens = self.allocator.capacity_tokens
-        self.max_model_len = min(model.max_model_len, config.max_model_len or model.max_model_len)
-        self._model = model
-        self._num_groups = len(kv_spec.groups)
-        self._pages_per_row = -(
-            -min(self.max_model_len, self.capacity_tokens + 1) // config.page_size
-        )
-        self.bucket_table = bucket_table(config.max_batch_rows, config.max_batch_tokens)
-        self.scheduler = Scheduler(
-            Limits(
-                max_batch_rows=config.max_batch_rows,
-                max_batch_tokens=config.max_batch_tokens,
-                max_prefill_rows=max(bucket.prefill_rows for bucket in self.bucket_table),
-                max_model_len=self.max_model_len,
-                max_queue=config.max_queue,
-                prefill_sizes=prefill_sizes(self.bucket_table),
-                max_chunk=max_chunk,
-            ),
-            self.allocator,
-        )
+        shape = engine_shape(model, config, kv_spec, max_chunk)
+        check_contract(model.model, model.config, ops, shape.dtype.name)
         programs = Programs(
             model.model,
             model.config,
             ops,
             vocab_size=model.vocab_size,
-            page_size=config.page_size,
-            max_rows=max(bucket.num_rows for bucket in self.bucket_table),
+            page_size=shape.page_size,
+            max_rows=shape.max_rows,
         )
         state_slots = config.max_batch_rows + 1
+        self.allocator = PageAllocator(shape.num_pages, shape.page_size, shape.num_groups)
+        self.scheduler = Scheduler(shape.limits, self.allocator)
         self.runner = Runner(
             programs,
             model.params,
             kv_spec,
-            num_pages=num_pages,
-            dtype=dtype,
+            num_pages=shape.num_pages,
+            dtype=shape.dtype,
             width=WIDTH,
             state_slots=state_slots,
-            pages_per_row=self._pages_per_row,
+            pages_per_row=shape.pages_per_row,
         )
+        self.shape = shape
+        self.page_size = shape.page_size
+        self.max_model_len = shape.max_model_len
+        self.capacity_tokens = self.allocator.capacity_tokens
+        self.bucket_table = shape.buckets
+        self._model = model
         self._slots = PenaltySlots(state_slots)
         self._on_step = on_step
         self._events: list[TokenEvent] = []
@@ -246,9 +228,9 @@ class Engine:
         batch = build_batch(
             plan,
             bucket,
-            num_groups=self._num_groups,
-            pages_per_row=self._pages_per_row,
-            page_size=self.page_size,
+            num_groups=self.shape.num_groups,
+            pages_per_row=self.shape.pages_per_row,
+            page_size=self.shape.page_size,
         )
         return batch, build_sampling(plan, bucket)
 
@@ -276,31 +258,3 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant of the host side is broken. For tests."""
         self.scheduler.check_integrity()
-
-
-def resolve_dtype(dtype: str) -> np.dtype:
-    """numpy dtype of "float32", "bfloat16" or "auto" (bfloat16 on a GPU, float32 on a CPU)."""
-    if dtype == "auto":
-        dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    return jnp.dtype(dtype)
-
-
-def plan_num_pages(config: EngineConfig, bytes_per_token: int, model: LoadedModel) -> int:
-    """Pages of the pool, the reserved page 0 included: what kv_memory buys, or fewer if all rows
-    could be full with fewer.
-
-    Raises InvalidRequestError if that is less than one usable page.
-    """
-    if config.num_pages is not None:
-        return config.num_pages
-    page_bytes = bytes_per_token * config.page_size
-    affordable = config.kv_memory // page_bytes
-    if affordable < 2:
-        raise InvalidRequestError(
-            f"kv_memory is {config.kv_memory} bytes and a page of {config.page_size} tokens takes "
-            f"{page_bytes}; give at least {2 * page_bytes} bytes",
-            "kv_memory",
-        )
-    longest = min(model.max_model_len, config.max_model_len or model.max_model_len)
-    useful = config.max_batch_rows * -(-longest // config.page_size) + 1
-    return min(affordable, useful)

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from jaxserve.core.kv_pool import KVPool
@@ -68,7 +69,7 @@ def from_nnx(
 ) -> ModelDef:
     """A ModelDef whose params are the module's nnx.Param, keyed by their dotted paths.
 
-    config_from_hf: config.json to a hashable config with vocab_size and max_position_embeddings.
+    config_from_hf: config.json to a hashable config (see ModelDef).
     build(config, rngs): makes the ServedModule; it is only traced, never allocated.
     kv_spec(config): the KV groups; `attend(layer, ...)` counts layers as they do.
     tensor_name(path): the checkpoint tensor of a parameter; it must have the parameter's own
@@ -80,15 +81,7 @@ def from_nnx(
 
     @lru_cache(maxsize=8)
     def split(config: Config) -> tuple[Any, dict[Path, nnx.Param]]:
-        abstract = nnx.eval_shape(lambda: build(config, nnx.Rngs(0)))
-        graph, params, other = nnx.split(abstract, nnx.Param, ...)
-        surplus = [dotted(path) for path, _ in nnx.to_flat_state(other)]
-        if surplus:
-            raise ModelLoadError(
-                f"model {name!r}: got state that is not nnx.Param: {', '.join(surplus[:5])}; "
-                "want parameters alone, so build it without dropout and running statistics"
-            )
-        return graph, dict(nnx.to_flat_state(params))
+        return _split(name, nnx.eval_shape(lambda: build(config, nnx.Rngs(0))))
 
     def param_specs(config: Config) -> dict[str, ParamSpec]:
         return {dotted(path): _spec(path, leaf) for path, leaf in split(config)[1].items()}
@@ -113,14 +106,27 @@ def from_nnx(
             out, pool = ops.attend(layer, q, k, v, pool, batch, **options)
             return out
 
-        tokens, positions = jax.numpy.asarray(batch.tokens), jax.numpy.asarray(batch.positions)
-        hidden = merge(config, params)(tokens, positions, attend)
+        hidden = merge(config, params)(
+            jnp.asarray(batch.tokens), jnp.asarray(batch.positions), attend
+        )
         return hidden, {}, pool
 
     def unembed(config: Config, params: Params, hidden: jax.Array, ops: Ops) -> jax.Array:  # noqa: ARG001
-        return merge(config, params).unembed(hidden).astype(jax.numpy.float32)
+        return merge(config, params).unembed(hidden).astype(jnp.float32)
 
     return ModelDef(name, config_from_hf, param_specs, weight_names, kv_spec, forward, unembed)
+
+
+def _split(name: str, abstract: Any) -> tuple[Any, dict[Path, nnx.Param]]:
+    """The module's graph and its parameters by path; anything else it holds is an error."""
+    graph, params, other = nnx.split(abstract, nnx.Param, ...)
+    surplus = [dotted(path) for path, _ in nnx.to_flat_state(other)]
+    if surplus:
+        raise ModelLoadError(
+            f"model {name!r}: got state that is not nnx.Param: {', '.join(surplus[:5])}; "
+            "want parameters alone, so build it without dropout and running statistics"
+        )
+    return graph, dict(nnx.to_flat_state(params))
 
 
 def _spec(path: Path, leaf: nnx.Param) -> ParamSpec:

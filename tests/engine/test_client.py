@@ -1,100 +1,29 @@
-"""EngineClient with a scripted engine: results once, refusals early, death and health seen."""
+"""EngineClient with a scripted engine: results once, refusals early, aborts from anywhere."""
 
-import queue
 import threading
-import time
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
-from jaxserve.engine.client import EngineClient
 from jaxserve.engine.engine_thread import EngineThread
 from jaxserve.engine.outputs import GenerationRequest, OutputDelta
-from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from jaxserve.errors import InvalidRequestError, QueueFullError
 from jaxserve.sampling_params import SamplingParams
+from tests.support.client_harness import (
+    BANG,
+    EOS,
+    LICE,
+    NEWLINE,
+    WAIT,
+    WHY,
+    A,
+    Collector,
+    V,
+    X,
+    ask,
+    eventually,
+    running,
+)
 from tests.support.fake_engine import FakeEngine
-from tests.support.fake_tokenizer import FakeTokenizer
-
-PIECES = ["<eos>", "A", "lice", "!", "\n", "why", "?", "O", " P", " Q", "x"]
-EOS, A, LICE, BANG, NEWLINE, WHY, QUESTION, OH, P, Q, X = range(len(PIECES))
-V = len(PIECES)
-WAIT = 10.0  # seconds; nothing here takes more than a fraction of one
-
-
-class Collector:
-    """A sink that keeps every delta and can be waited for."""
-
-    def __init__(self, num_choices: int = 1) -> None:
-        self.num_choices = num_choices
-        self.deltas: list[OutputDelta] = []
-        self._queue: queue.SimpleQueue[OutputDelta] = queue.SimpleQueue()
-
-    def __call__(self, delta: OutputDelta) -> None:
-        self._queue.put(delta)
-
-    def next(self) -> OutputDelta:
-        delta = self._queue.get(timeout=WAIT)
-        self.deltas.append(delta)
-        return delta
-
-    def wait(self) -> "Collector":
-        """Until every choice has ended; more than one end per choice is an error."""
-        while sum(d.finish_reason is not None for d in self.deltas) < self.num_choices:
-            self.next()
-        ended = [d.index for d in self.deltas if d.finish_reason is not None]
-        assert sorted(ended) == list(range(self.num_choices))
-        return self
-
-    def assert_silent(self) -> None:
-        assert self._queue.empty()
-
-    def text(self, index: int = 0) -> str:
-        return "".join(d.text for d in self.deltas if d.index == index)
-
-    def ids(self, index: int = 0) -> list[int]:
-        return [i for d in self.deltas if d.index == index for i in d.token_ids]
-
-    def end(self, index: int = 0) -> OutputDelta:
-        (last,) = [d for d in self.deltas if d.index == index and d.finish_reason]
-        return last
-
-
-@contextmanager
-def running(engine: FakeEngine, *, max_inflight: int = 64, seed: int = 0) -> Iterator[EngineClient]:
-    tokenizer = FakeTokenizer(PIECES, special=[EOS])
-    client = EngineClient(
-        engine,
-        tokenizer,
-        vocab_size=V,
-        eos_token_ids=[EOS],
-        seed=seed,
-        max_inflight=max_inflight,
-    )
-    client.start()
-    try:
-        yield client
-    finally:
-        engine.step_gate.set()
-        engine.warm_up_gate.set()
-        client.shutdown()
-    if engine.fail_at_step is None and engine.warm_up_error is None:
-        assert engine.freed == Counter(request.request_id for request in engine.added)
-
-
-def ask(client: EngineClient, request_id: str = "r", prompt=(A,), **params) -> Collector:
-    request = GenerationRequest(request_id, tuple(prompt), SamplingParams(**params))
-    sink = Collector(request.params.n)
-    client.submit(request, sink)
-    return sink
-
-
-def eventually(condition) -> None:
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true"
-        time.sleep(0.005)
 
 
 def test_streams_tokens_and_ends_once():
@@ -368,125 +297,3 @@ def test_text_that_cannot_be_made_is_an_error_of_its_request():
         bad = ask(client, "bad", max_tokens=500).wait()
         assert bad.end().finish_reason == "error"
         assert ask(client, "alive").wait().text() == "A"
-
-
-def test_b58_dead_engine_fails_everyone_at_once():
-    engine = FakeEngine([A], fail_at_step=5)
-    with running(engine) as client:
-        client.wait_ready(WAIT)
-        open_requests = [ask(client, str(i), ignore_eos=True, max_tokens=500) for i in range(3)]
-        started = time.monotonic()
-        for result in open_requests:
-            end = result.wait().end()
-            assert end.finish_reason == "error"
-            assert "the device is gone" in end.error
-        assert time.monotonic() - started < 5
-        eventually(lambda: not client.is_ready)
-        assert not client.is_healthy(WAIT)
-        with pytest.raises(EngineDeadError, match="RuntimeError: the device is gone"):
-            ask(client, "later")
-        assert client.num_inflight == 0
-
-
-def test_b58_frozen_engine_is_unhealthy_after_the_limit_and_recovers():
-    engine = FakeEngine([A] * 20)
-    with running(engine) as client:
-        client.wait_ready(WAIT)
-        assert client.is_healthy(0.0)  # idle is healthy, however long
-        engine.step_gate.clear()
-        result = ask(client)
-        eventually(lambda: not client.is_healthy(0.05))
-        assert client.is_healthy(60.0)
-        engine.step_gate.set()
-        result.wait()
-        eventually(lambda: client.is_healthy(0.0))
-
-
-def test_b58_busy_is_healthy():
-    engine = FakeEngine([A], step_seconds=0.01)
-    with running(engine) as client:
-        client.wait_ready(WAIT)
-        results = [ask(client, str(i), ignore_eos=True, max_tokens=50) for i in range(4)]
-        eventually(lambda: engine.num_steps > 40)
-        assert client.is_healthy(1.0)
-        for result in results:
-            result.wait()
-
-
-def test_b58_loading_is_not_ready():
-    engine = FakeEngine([A])
-    engine.warm_up_gate.clear()
-    with running(engine) as client:
-        assert not client.is_ready
-        assert not client.is_healthy(WAIT)
-        with pytest.raises(TimeoutError, match="not ready"):
-            client.wait_ready(0.01)
-        engine.warm_up_gate.set()
-        client.wait_ready(WAIT)
-        assert client.is_healthy(WAIT)
-
-
-def test_failed_warm_up_is_told_to_all():
-    engine = FakeEngine([A], warm_up_error=MemoryError("no room for the pool"))
-    engine.warm_up_gate.clear()
-    with running(engine) as client:
-        early = ask(client)
-        engine.warm_up_gate.set()
-        with pytest.raises(EngineDeadError, match="no room for the pool"):
-            client.wait_ready(WAIT)
-        assert early.wait().end().finish_reason == "error"
-        with pytest.raises(EngineDeadError):
-            ask(client, "later")
-
-
-def test_shutdown_aborts_what_is_open():
-    engine = FakeEngine([A], step_seconds=0.001)
-    with running(engine) as client:
-        result = ask(client, ignore_eos=True, max_tokens=4000)
-        result.next()
-        client.shutdown()
-        assert result.wait().end().finish_reason == "abort"
-        with pytest.raises(EngineDeadError, match="shutting down"):
-            ask(client, "later")
-        client.shutdown()
-    assert engine.freed == {"r-0": 1}
-
-
-def test_shutdown_drains():
-    engine = FakeEngine([A] * 16, step_seconds=0.005)
-    with running(engine) as client:
-        results = [ask(client, str(i)) for i in range(3)]
-        client.shutdown(drain_seconds=WAIT)
-        assert [r.wait().end().finish_reason for r in results] == ["length"] * 3
-
-
-def test_submit_before_start_is_refused():
-    client = EngineClient(
-        FakeEngine([A]), FakeTokenizer(PIECES), vocab_size=V, eos_token_ids=[], max_inflight=1
-    )
-    with pytest.raises(EngineDeadError, match="not been started"):
-        ask(client)
-    client.shutdown()
-
-
-def test_many_threads_submit_and_abort():
-    engine = FakeEngine([A, LICE, BANG] * 5, max_rows=8)
-    with running(engine, max_inflight=1000) as client:
-        results: dict[str, Collector] = {}
-
-        def work(worker: int) -> None:
-            for number in range(20):
-                name = f"{worker}.{number}"
-                results[name] = ask(client, name, n=2)
-                if number % 3 == 0:
-                    client.abort(name)
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(WAIT)
-        for result in results.values():
-            result.wait()
-        assert client.num_inflight == 0
-        assert len(engine.freed) == 160

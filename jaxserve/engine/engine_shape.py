@@ -1,0 +1,87 @@
+"""The sizes of an engine, worked out from the model and the settings before anything is made."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.config import EngineConfig
+from jaxserve.core.buckets import Bucket, bucket_table, prefill_sizes
+from jaxserve.core.kv_spec import KVSpec
+from jaxserve.engine.plan import Limits
+from jaxserve.errors import InvalidRequestError
+from jaxserve.loading.loaded_model import LoadedModel
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """num_pages counts page 0, which is never handed out; pages_per_row is a row's longest."""
+
+    dtype: np.dtype
+    page_size: int
+    num_pages: int
+    num_groups: int
+    pages_per_row: int
+    max_model_len: int
+    buckets: tuple[Bucket, ...]
+    limits: Limits
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest bucket."""
+        return max(bucket.num_rows for bucket in self.buckets)
+
+
+def engine_shape(
+    model: LoadedModel, config: EngineConfig, kv_spec: KVSpec, max_chunk: int | None
+) -> EngineShape:
+    """Raises InvalidRequestError if kv_memory does not buy a single usable page."""
+    dtype = resolve_dtype(config.dtype)
+    max_model_len = min(model.max_model_len, config.max_model_len or model.max_model_len)
+    num_pages = config.num_pages or _affordable_pages(
+        config, kv_spec.bytes_per_token(dtype.itemsize), max_model_len
+    )
+    # The last token of a request needs no KV, so a full pool can still draw one.
+    longest_row = min(max_model_len, (num_pages - 1) * config.page_size + 1)
+    buckets = bucket_table(config.max_batch_rows, config.max_batch_tokens)
+    limits = Limits(
+        max_batch_rows=config.max_batch_rows,
+        max_batch_tokens=config.max_batch_tokens,
+        max_prefill_rows=max(bucket.prefill_rows for bucket in buckets),
+        max_model_len=max_model_len,
+        max_queue=config.max_queue,
+        prefill_sizes=prefill_sizes(buckets),
+        max_chunk=max_chunk,
+    )
+    return EngineShape(
+        dtype=dtype,
+        page_size=config.page_size,
+        num_pages=num_pages,
+        num_groups=len(kv_spec.groups),
+        pages_per_row=-(-longest_row // config.page_size),
+        max_model_len=max_model_len,
+        buckets=buckets,
+        limits=limits,
+    )
+
+
+def resolve_dtype(dtype: str) -> np.dtype:
+    """The type of "float32", "bfloat16" or "auto" (bfloat16 on a GPU, float32 on a CPU)."""
+    if dtype == "auto":
+        dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+    return jnp.dtype(dtype)
+
+
+def _affordable_pages(config: EngineConfig, bytes_per_token: int, max_model_len: int) -> int:
+    """What kv_memory buys, page 0 included, or fewer if all rows could be full with fewer."""
+    page_bytes = bytes_per_token * config.page_size
+    affordable = config.kv_memory // page_bytes
+    if affordable < 2:
+        raise InvalidRequestError(
+            f"kv_memory is {config.kv_memory} bytes and a page of {config.page_size} tokens takes "
+            f"{page_bytes}; give at least {2 * page_bytes} bytes",
+            "kv_memory",
+        )
+    useful = config.max_batch_rows * -(-max_model_len // config.page_size) + 1
+    return min(affordable, useful)
