@@ -16,10 +16,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # Engines of equal shape share their programs across tests and runs: most of a test's time is XLA's.
-_CACHE = Path(__file__).resolve().parent.parent / ".test-cache" / "xla"
+# Each parallel worker has a folder of its own: entries are not written atomically.
+_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
+_CACHE = Path(__file__).resolve().parent.parent / ".test-cache" / f"xla-{_WORKER}"
 
 
 def pytest_configure() -> None:
     from jaxserve.core.compile_cache import use_compile_cache
 
-    use_compile_cache(Path(os.environ.get("JAXSERVE_TEST_CACHE", _CACHE)))
+    use_compile_cache(_CACHE)

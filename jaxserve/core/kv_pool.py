@@ -3,6 +3,7 @@
 Opaque to models: they hand it to `ops.attend` and take it back.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,7 +41,20 @@ def pool_shapes(spec: KVSpec, num_pages: int, page_size: int, dtype: np.dtype) -
     return KVPool(keys=tuple(shapes), values=tuple(shapes))
 
 
-def make_pool(spec: KVSpec, num_pages: int, page_size: int, dtype: np.dtype) -> KVPool:
-    """Allocate a zeroed pool. Page 0 exists but is never handed out: padding points at it."""
+def make_pool(
+    spec: KVSpec,
+    num_pages: int,
+    page_size: int,
+    dtype: np.dtype,
+    place: Callable[[KVPool], KVPool] | None = None,
+) -> KVPool:
+    """Allocate a zeroed pool. Page 0 exists but is never handed out: padding points at it.
+
+    place: gives the sharding of each array, for a pool of shapes; None: the default device.
+    """
     shapes = pool_shapes(spec, num_pages, page_size, dtype)
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    if place is None:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return jax.tree.map(
+        lambda leaf, where: jnp.zeros(leaf.shape, leaf.dtype, device=where), shapes, place(shapes)
+    )

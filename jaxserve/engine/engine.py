@@ -6,11 +6,14 @@ Knows token ids only; text lives elsewhere. Every method is called from one thre
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import jax
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.backends import make_ops
 from jaxserve.core.buckets import Bucket, pick_bucket
+from jaxserve.core.mesh import make_mesh
 from jaxserve.core.step_batch import SamplingBatch, StepBatch, StepOutput
 from jaxserve.engine.batch_builder import build_batch, build_sampling, plan_rows
 from jaxserve.engine.engine_shape import engine_shape
@@ -46,9 +49,11 @@ class Engine:
         *,
         on_step: Callable[[StepStats], None] | None = None,
         max_chunk: int | None = None,
+        devices: Sequence[jax.Device] | None = None,
     ) -> None:
         """max_chunk forces short prefill chunks, in tests: no output depends on it.
 
+        devices: split the model over these; None: the first device alone.
         Raises ModelLoadError if the model breaks its contract, InvalidRequestError if the pool
         cannot hold two tokens.
         """
@@ -63,6 +68,7 @@ class Engine:
             vocab_size=model.vocab_size,
             page_size=shape.page_size,
             max_rows=shape.max_rows,
+            mesh=make_mesh(devices),
         )
         state_slots = config.max_batch_rows + 1
         self.allocator = PageAllocator(shape.num_pages, shape.page_size, shape.num_groups)

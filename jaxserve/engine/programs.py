@@ -7,12 +7,13 @@ multiplies the forward shapes.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxserve.core.kv_pool import KVPool
+from jaxserve.core.mesh import pool_shardings, replicated
 from jaxserve.core.ops import Ops
 from jaxserve.core.step_batch import (
     SamplingBatch,
@@ -49,6 +50,7 @@ class Programs:
     vocab_size: int
     page_size: int
     max_rows: int
+    mesh: Mesh
 
     def forward(
         self, params: Params, pool: KVPool, batch: StepBatch, last: LastOutput
@@ -77,7 +79,9 @@ class Programs:
         self, params: Params, pool: KVPool, batch: StepBatch, last: LastOutput
     ) -> jax.stages.Lowered:
         """Trace for this batch's bucket; the pool is donated, so the step writes it in place."""
-        return jax.jit(self.forward, donate_argnums=1).lower(params, pool, batch, last)
+        places = (replicated(self.mesh), pool_shardings(self.mesh, pool))
+        step = jax.jit(self.forward, donate_argnums=1, out_shardings=places)
+        return step.lower(params, pool, batch, last)
 
     def lower_sample(
         self,
@@ -87,10 +91,10 @@ class Programs:
         state: SamplingState,
     ) -> jax.stages.Lowered:
         """Trace for this number of rows; the sampling state is donated."""
-        return jax.jit(self.sample, donate_argnums=3).lower(params, hidden, sampling, state)
+        step = jax.jit(self.sample, donate_argnums=3, out_shardings=replicated(self.mesh))
+        return step.lower(params, hidden, sampling, state)
 
 
-@partial(jax.jit, donate_argnums=0)
 def scrub_pages(pool: KVPool, pages: jax.Array) -> KVPool:
     """Zero the given pages [n] in every layer: NaN must not outlive the row that made it."""
     return jax.tree.map(lambda leaf: leaf.at[pages].set(0), pool)

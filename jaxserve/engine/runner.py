@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +17,13 @@ from jaxserve.core.buckets import Bucket
 from jaxserve.core.compile_cache import compilations
 from jaxserve.core.kv_pool import KVPool, make_pool
 from jaxserve.core.kv_spec import KVSpec
+from jaxserve.core.mesh import place_params, pool_shardings, replicated
 from jaxserve.core.step_batch import SamplingBatch, SamplingState, StepBatch, StepOutput
 from jaxserve.engine.programs import LastOutput, Programs, scrub_pages
 from jaxserve.models.base import Params
 from jaxserve.sampling import make_state, set_slot
 
 _COMPILE_THREADS = 2
-
-_set_slot = jax.jit(set_slot, donate_argnums=0)
 
 MakeInputs = Callable[[Bucket], tuple[StepBatch, SamplingBatch]]
 
@@ -65,7 +65,9 @@ class Runner:
         pages_per_row: int,
     ) -> None:
         self._programs = programs
-        self._params = params
+        self._mesh = programs.mesh
+        specs = programs.model.param_specs(programs.config)
+        self._params = place_params(self._mesh, params, specs)
         self._kv_spec = kv_spec
         self._num_pages = num_pages
         self._dtype = dtype
@@ -76,16 +78,27 @@ class Runner:
         self._sample: dict[int, jax.stages.Compiled] = {}
         self._compiled_late = 0
         self.reset()
+        self._set_slot = jax.jit(set_slot, donate_argnums=0, out_shardings=replicated(self._mesh))
+        self._scrub_pages = jax.jit(
+            scrub_pages, donate_argnums=0, out_shardings=pool_shardings(self._mesh, self._pool)
+        )
 
     def reset(self) -> None:
         """A fresh pool and sampling state: at start, and after a step failed with both donated."""
+        everywhere = replicated(self._mesh)
         self._pool: KVPool = make_pool(
-            self._kv_spec, self._num_pages, self._programs.page_size, self._dtype
+            self._kv_spec,
+            self._num_pages,
+            self._programs.page_size,
+            self._dtype,
+            partial(pool_shardings, self._mesh),
         )
-        self._state: SamplingState = make_state(self._state_slots, self._programs.vocab_size)
+        state = make_state(self._state_slots, self._programs.vocab_size)
+        self._state: SamplingState = jax.device_put(state, everywhere)
+        rows = self._programs.max_rows
         self._last = LastOutput(
-            jnp.zeros((self._programs.max_rows, self._width), jnp.int32),
-            jnp.zeros(self._programs.max_rows, jnp.int32),
+            jnp.zeros((rows, self._width), jnp.int32, device=everywhere),
+            jnp.zeros(rows, jnp.int32, device=everywhere),
         )
 
     @property
@@ -123,7 +136,9 @@ class Runner:
                 rows = bucket.num_rows
                 if rows not in self._sample and rows not in [key for key, _ in jobs]:
                     hidden = forward.out_info[0]
-                    shape = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype)
+                    shape = jax.ShapeDtypeStruct(
+                        hidden.shape, hidden.dtype, sharding=replicated(self._mesh)
+                    )
                     lowered = self._programs.lower_sample(
                         self._params, shape, sampling, self._state
                     )
@@ -158,7 +173,7 @@ class Runner:
 
     def set_counts(self, slot: int, in_prompt: np.ndarray, output_counts: np.ndarray) -> None:
         """Fill a penalty slot: in_prompt [V] bool, output_counts [V] int32."""
-        self._state = _set_slot(self._state, np.int32(slot), in_prompt, output_counts)
+        self._state = self._set_slot(self._state, np.int32(slot), in_prompt, output_counts)
 
     def scrub(self, pages: list[int]) -> None:
         """Zero pages that may hold NaN before they are handed out again."""
@@ -166,7 +181,7 @@ class Runner:
             ids = np.zeros(self._pages_per_row, np.int32)
             part = pages[start : start + self._pages_per_row]
             ids[: len(part)] = part
-            self._pool = scrub_pages(self._pool, ids)
+            self._pool = self._scrub_pages(self._pool, ids)
 
     def forward_aliases_pool(self, bucket: Bucket) -> bool:
         """Whether XLA really updates the pool in place in this bucket's program."""

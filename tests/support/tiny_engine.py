@@ -63,11 +63,15 @@ def tiny_model(seed: int = 0, *, scale: float = 8.0, **overrides: Any) -> Loaded
 
 
 def tiny_engine(
-    model: LoadedModel | None = None, *, max_chunk: int | None = None, **settings: Any
+    model: LoadedModel | None = None,
+    *,
+    max_chunk: int | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    **settings: Any,
 ) -> Engine:
     """A warm engine on SMALL settings."""
     config = EngineConfig(**{**SMALL, "num_pages": AMPLE, **settings})
-    engine = Engine(model or tiny_model(), config, max_chunk=max_chunk)
+    engine = Engine(model or tiny_model(), config, max_chunk=max_chunk, devices=devices)
     engine.warm_up()
     return engine
 
