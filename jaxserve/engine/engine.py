@@ -98,7 +98,8 @@ class Engine:
     def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
         """Compile every bucket. After this nothing compiles any more."""
         self.runner.compile(self.bucket_table, self._empty_inputs, progress)
-        for bucket in (self.bucket_table[0], self.bucket_table[-1]):
+        smallest_mixed = next(bucket for bucket in self.bucket_table if bucket.prefill_tokens)
+        for bucket in (self.bucket_table[0], smallest_mixed):  # a first run sets XLA up
             self.runner.dispatch(bucket, *self._empty_inputs(bucket)).result()
 
     def observe(self, on_step: Callable[[StepStats], None]) -> None:
