@@ -254,3 +254,11 @@ def test_a_full_queue_and_a_used_id_are_refused(engine: Engine) -> None:
 def test_kv_memory_too_small_for_a_page_says_how_much_is_needed() -> None:
     with pytest.raises(InvalidRequestError, match="give at least"):
         Engine(tiny_model(), EngineConfig(kv_memory=4096, page_size=64))
+
+
+def test_every_batch_is_made_of_fresh_arrays(engine: Engine) -> None:
+    """XLA:CPU reads numpy arguments in place, so an array of a dispatched step is never reused."""
+    batches = [engine._empty_inputs(engine.bucket_table[0]) for _ in range(2)]
+    first, second = (list(jax.tree.leaves(batch)) for batch in batches)
+    assert all(isinstance(leaf, np.ndarray) for leaf in first)
+    assert not any(np.shares_memory(a, b) for a in first for b in second)

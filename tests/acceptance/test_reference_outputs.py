@@ -1,6 +1,6 @@
 """The two real models say what transformers says, through the Python API and through HTTP.
 
-tests/reference/ was made by transformers in float32 from the same GGUF files; its margins are all
+reference/ was made by transformers in float32 from the same GGUF files; its margins are all
 above 0.004, so every id must agree. Logprobs within 1e-3 of the first step's top five.
 """
 

@@ -1,0 +1,38 @@
+"""How long from starting the process to the first token, without and with compiled programs.
+
+Usage: python scripts/bench_startup.py [--model smollm2]
+
+Runs `jaxserve generate MODEL hi --max-tokens 1` twice in processes of its own, with a program cache
+that is empty at first. The model must have been pulled.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+TARGETS = {"first start, nothing compiled": 90.0, "second start": 15.0}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    model = parser.parse_args().model
+    command = [sys.executable, "-m", "jaxserve", "generate", model, "hi", "--max-tokens", "1"]
+    with tempfile.TemporaryDirectory() as cache:
+        env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": cache}
+        for name, target in TARGETS.items():
+            start = time.perf_counter()
+            done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+            seconds = time.perf_counter() - start
+            verdict = "reached" if seconds <= target else "MISSED"
+            print(f"{name}: first token after {seconds:.1f} s   <= {target:g} s {verdict}")
+            for line in done.stderr.splitlines():
+                if line.startswith("ready"):
+                    print(f"    {line}")
+
+
+if __name__ == "__main__":
+    main()
