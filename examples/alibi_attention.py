@@ -6,7 +6,7 @@ slope * j, and that is one more product of the dot: a key gets a last entry that
 position, a query one that holds its head's slope. Paged attention needs no change; the head is
 one entry wider, and so is the KV cache.
 
-    jaxserve serve --model my_checkpoint --model-file examples/alibi_attention.py
+    jaxserve serve my_checkpoint --model-file examples/alibi_attention.py
 """
 
 from collections.abc import Mapping

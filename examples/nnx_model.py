@@ -4,7 +4,7 @@ The module is called with the flat tokens of many requests; `attend` keeps them 
 cache to pass around and no mask to build: `attend(layer, q, k, v, scale=...)` is causal attention
 over everything the token's own request has seen.
 
-    jaxserve serve --model my_checkpoint --model-file examples/nnx_model.py
+    jaxserve serve my_checkpoint --model-file examples/nnx_model.py
 """
 
 from collections.abc import Mapping

@@ -85,8 +85,9 @@ class Engine:
         )
         self.shape = shape
         self.page_size = shape.page_size
-        self.max_model_len = shape.max_model_len
         self.capacity_tokens = self.allocator.capacity_tokens
+        # The last token of a request needs no KV. A pool smaller than the context limits it.
+        self.max_model_len = min(shape.max_model_len, self.capacity_tokens + 1)
         self.bucket_table = shape.buckets
         self._model = model
         self._slots = PenaltySlots(state_slots)
@@ -118,10 +119,12 @@ class Engine:
         if max_tokens is None:
             return room
         if max_tokens > room:
+            pool = self.max_model_len < self.shape.max_model_len
             raise InvalidRequestError(
                 f"the prompt has {num_prompt_tokens} tokens and max_tokens is {max_tokens}, "
                 f"together {num_prompt_tokens + max_tokens}; the context length is "
-                f"{self.max_model_len}. Shorten the prompt or ask for at most {room} tokens",
+                f"{self.max_model_len}{' (what the KV pool holds)' if pool else ''}. "
+                f"Shorten the prompt or ask for at most {room} tokens",
                 "max_tokens",
             )
         return max_tokens

@@ -242,6 +242,16 @@ def test_b01_a_prompt_beyond_the_pool_is_refused_at_once_and_blocks_nobody() -> 
     assert len(run.tokens["small"]) == 12
 
 
+def test_b01_a_pool_smaller_than_the_context_is_the_limit_not_a_silent_cut() -> None:
+    engine = Engine(tiny_model(), EngineConfig(num_pages=12, page_size=4, max_batch_rows=3))
+    assert engine.max_model_len == 11 * 4 + 1
+    assert engine.check_admissible(20, None) == 25
+    assert engine.check_admissible(44, 1) == 1
+    for prompt, max_tokens in ((20, 26), (44, 2), (1, 45)):
+        with pytest.raises(InvalidRequestError, match="KV pool"):
+            engine.check_admissible(prompt, max_tokens)
+
+
 def test_a_full_queue_and_a_used_id_are_refused(engine: Engine) -> None:
     small = Engine(tiny_model(), EngineConfig(max_queue=1, num_pages=AMPLE))
     small.add(request("a", [1], GREEDY))
