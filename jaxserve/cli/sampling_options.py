@@ -15,7 +15,8 @@ def _option(*names: str, help: str) -> typer.models.OptionInfo:
 
 
 MaxTokens = Annotated[
-    int | None, _option("--max-tokens", help="Longest output. Default: to the end of the context.")
+    int | None,
+    _option("--max-tokens", help="Longest output; without a number, to the end of the context."),
 ]
 Temperature = Annotated[float | None, _option("--temperature", help="0: greedy.")]
 TopP = Annotated[float | None, _option("--top-p", help="Keep the likeliest that sum to this.")]

@@ -84,6 +84,8 @@ CHAT_FIELDS = COMMON_FIELDS | {
     "chat_template_kwargs",
 }
 CHAT_UNSUPPORTED = COMMON_UNSUPPORTED | {
+    "suffix": ("",),
+    "best_of": (1,),
     "echo": (False,),
     "chat_template": (),
     "continue_final_message": (False,),

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from jaxserve.server.errors import ApiError
+from jaxserve.server.protocol import parse_chat
 from tests.support.byte_model import BOS, VOCAB_SIZE, ByteModel, ByteTokenizer
 from tests.support.fake_engine import FakeEngine
 from tests.support.running_server import RunningServer, serve
@@ -319,3 +321,12 @@ async def test_unknown_model_is_a_404_in_openai_form() -> None:
         assert (status, answer["error"]["code"]) == (404, "model_not_found")
         assert "fake" in answer["error"]["message"]
         assert "gpt-9" not in json.dumps(answer)
+
+
+@pytest.mark.parametrize("field", [{"best_of": 2}, {"suffix": "x"}])
+def test_chat_refuses_what_would_change_the_answer(field: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], **field}
+    with pytest.raises(ApiError) as caught:
+        parse_chat(body, {})
+    assert caught.value.status == 400
+    assert next(iter(field)) in str(caught.value)
