@@ -1,11 +1,20 @@
-"""A GGUF checkpoint of one or several files: metadata, packed bytes, and float32 tensors."""
+"""A GGUF checkpoint of one or several files: metadata, packed bytes, and float32 tensors.
 
+Only a header is mapped into memory, while it is read. Tensors are read into buffers of their own:
+pages of a mapped file would count as memory of this process for as long as it serves, next to
+the weights made from them, and a file cut short under a mapping ends the process.
+"""
+
+import logging
 import mmap
+import os
 import re
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
@@ -13,6 +22,10 @@ from gguf.quants import dequantize
 from jaxserve.errors import ModelLoadError
 from jaxserve.loading.aligned_array import aligned_copy, aligned_empty
 from jaxserve.loading.gguf_header import GGUFHeader, TensorInfo, read_header
+from pallas_kernels.quantized_matmul.array import QuantizedArray
+from pallas_kernels.quantized_matmul.formats import FORMATS
+
+logger = logging.getLogger(__name__)
 
 _SHARD_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 MAX_SHARDS = 4096
@@ -30,11 +43,31 @@ _PLAIN_TYPES = {
     GGMLQuantizationType.I64: np.int64,
 }
 
+# Types whose matrices stay as they are: the format they are, and numpy's type for plain numbers.
+_DENSE_TYPES: dict[GGMLQuantizationType, tuple[str, Any]] = {
+    GGMLQuantizationType.F32: ("f32", np.float32),
+    GGMLQuantizationType.F16: ("f16", np.float16),
+    GGMLQuantizationType.BF16: ("bf16", ml_dtypes.bfloat16),
+}
+_BLOCK_TYPES = {
+    GGMLQuantizationType[form.name.upper()]: form.name
+    for form in FORMATS.values()
+    if form.kind == "blocks"
+}
+
+
+class _Descriptor:
+    """A file that stays open until the last of the objects that read tensors from it is gone."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.number)
+
 
 @dataclass(frozen=True)
 class _Shard:
     path: Path
-    data: memoryview  # of a read-only memory map, which lives as long as this view
+    file: _Descriptor
     header: GGUFHeader
 
 
@@ -49,6 +82,7 @@ class GGUFFile:
         self.path = Path(path)
         shards = _open_shards(self.path)
         self.metadata: dict[str, Any] = shards[0].header.metadata
+        self._told_types: set[GGMLQuantizationType] = set()
         self._tensors: dict[str, tuple[_Shard, TensorInfo]] = {}
         for shard in shards:
             for name, info in shard.header.tensors.items():
@@ -80,16 +114,28 @@ class GGUFFile:
         return self._find(name)[1].type
 
     def raw(self, name: str) -> np.ndarray:
-        """The packed bytes [num_bytes] uint8, a read-only view of the file."""
+        """The packed bytes [num_bytes] uint8, read into a new array (see aligned_array)."""
         shard, info = self._find(name)
-        return np.frombuffer(shard.data, np.uint8, info.num_bytes, info.start)
+        packed = aligned_empty((info.num_bytes,), np.uint8)
+        unread, start = memoryview(packed), info.start
+        try:
+            while unread:
+                count = os.preadv(shard.file.number, [unread], start)
+                if count == 0:
+                    raise OSError(f"it ends at byte {start}; it was whole when it was opened")
+                unread, start = unread[count:], start + count
+        except OSError as error:
+            raise ModelLoadError(
+                f"{shard.path}: tensor {name!r} cannot be read: {error}"
+            ) from error
+        return packed
 
     def load(self, name: str) -> np.ndarray:
         """The tensor as a new float32 array of shape(name), dequantised."""
         shard, info = self._find(name)
         packed = self.raw(name)
         if info.type == GGMLQuantizationType.F32:
-            return aligned_copy(packed.view(np.float32).reshape(info.shape), np.float32)
+            return packed.view(np.float32).reshape(info.shape)
         if info.type in _PLAIN_TYPES:
             values = packed.view(_PLAIN_TYPES[info.type]).reshape(info.shape)
             return aligned_copy(values, np.float32)
@@ -100,6 +146,34 @@ class GGUFFile:
                 f"{shard.path}: tensor {name!r} has the type {info.type.name}, which the gguf "
                 "package cannot dequantise; take another quantisation of this model"
             ) from error
+
+    def load_packed(self, name: str) -> QuantizedArray:
+        """The matrix in the layout "rows", as the file has it; parts are new numpy arrays.
+
+        A type that is none of the formats is expanded to float32, and the log says so. Raises
+        ModelLoadError as `load` does, and for a tensor that is no matrix.
+        """
+        shard, info = self._find(name)
+        if len(info.shape) != 2:
+            raise ModelLoadError(
+                f"{shard.path}: tensor {name!r} has the shape {list(info.shape)}, want a matrix"
+            )
+        rows, inputs = info.shape
+        if info.type in _BLOCK_TYPES:
+            blocks = self.raw(name).reshape(rows, -1)
+            return QuantizedArray({"blocks": blocks}, _BLOCK_TYPES[info.type], (rows, inputs))
+        if info.type in _DENSE_TYPES:
+            form, dtype = _DENSE_TYPES[info.type]
+            values = self.raw(name).view(dtype).reshape(info.shape)
+            return QuantizedArray({"values": values}, form, (rows, inputs))
+        if info.type not in self._told_types:
+            self._told_types.add(info.type)
+            logger.warning(
+                "%s: there are no packed products for the type %s; its tensors (%s ...) are "
+                "expanded to float32 in memory",
+                shard.path, info.type.name, name,
+            )  # fmt: skip
+        return QuantizedArray({"values": self.load(name)}, "f32", (rows, inputs))
 
     def _find(self, name: str) -> tuple[_Shard, TensorInfo]:
         found = self._tensors.get(name)
@@ -152,12 +226,12 @@ def _open_shards(path: Path) -> list[_Shard]:
 
 def _open_shard(path: Path) -> _Shard:
     try:
-        with path.open("rb") as file:
-            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        file = _Descriptor(path)
+        header = memoryview(mmap.mmap(file.number, 0, access=mmap.ACCESS_READ))
     except FileNotFoundError:
         match = _SHARD_NAME.fullmatch(path.name)
         part = f" (part {int(match['number'])} of {int(match['count'])})" if match else ""
         raise ModelLoadError(f"{path}: there is no such file{part}; download it") from None
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise ModelLoadError(f"{path}: cannot be read: {error}") from error
-    return _Shard(path, data, read_header(data, str(path)))
+    return _Shard(path, file, read_header(header, str(path)))

@@ -8,12 +8,14 @@ Gemma's own code adds to them when it runs, added already.
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.loading.aligned_array import aligned_copy
+from jaxserve.loading.aligned_array import aligned_empty
 from jaxserve.loading.gguf_file import GGUFFile
+from pallas_kernels.quantized_matmul.array import QuantizedArray
 
 _MODEL_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -75,13 +77,22 @@ class GGUFTensors:
     def load(self, name: str) -> np.ndarray:
         gguf_name = self._gguf_names[name]
         values = self._file.load(gguf_name)
-        layer = _GGUF_LAYER.fullmatch(gguf_name)
-        heads = self._heads_of_permuted.get(layer[2]) if layer else None
-        if heads is not None:
-            return self._undo_permutation(gguf_name, values, heads)
+        order = self._row_order(gguf_name)
+        if order is not None:
+            return _reordered(values, order)
         if self._gemma and name.endswith("norm.weight"):
             values -= np.float32(1)
         return values
+
+    def load_packed(self, name: str) -> QuantizedArray:
+        """A matrix as the file has it; its rows are reordered whole, which loses nothing."""
+        gguf_name = self._gguf_names[name]
+        packed = self._file.load_packed(gguf_name)
+        order = self._row_order(gguf_name)
+        if order is None:
+            return packed
+        parts = {part: _reordered(np.asarray(rows), order) for part, rows in packed.parts.items()}
+        return replace(packed, parts=parts)
 
     def label(self, name: str) -> str:
         stem, _, kind = name.rpartition(".")
@@ -100,13 +111,26 @@ class GGUFTensors:
                 return f"{hf_stem}.{kind}"
         return name
 
-    def _undo_permutation(self, name: str, values: np.ndarray, heads: int) -> np.ndarray:
-        """Rows of each head: [pair, half] -> [half, pair]. Biases are reordered like matrices."""
-        rows = values.shape[0]
+    def _row_order(self, name: str) -> np.ndarray | None:
+        """Which row of the file each row of the tensor is; None where they are as they should be.
+
+        Rows of each head: [pair, half] -> [half, pair]. Biases are reordered like matrices.
+        """
+        layer = _GGUF_LAYER.fullmatch(name)
+        heads = self._heads_of_permuted.get(layer[2]) if layer else None
+        if heads is None:
+            return None
+        rows = self._file.shape(name)[0]
         if rows % (2 * heads):
             raise ModelLoadError(
                 f"{self.location}: tensor {name!r} has {rows} rows, which {heads} heads of an even "
                 "size cannot share"
             )
-        pairs = values.reshape(heads, rows // heads // 2, 2, -1)
-        return aligned_copy(pairs.swapaxes(1, 2), np.float32).reshape(values.shape)
+        return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _reordered(values: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """values[order], in an array as load() promises it."""
+    out = aligned_empty(values.shape, values.dtype)
+    out[...] = values[order]
+    return out

@@ -59,7 +59,7 @@ def test_pieces_join_to_what_one_call_gives(
     file = GGUFFile(path)
     np.testing.assert_array_equal(file.load("w"), expected)
     assert file.raw("w").tobytes() == packed.tobytes()
-    assert not file.raw("w").flags.writeable
+    assert file.raw("w").ctypes.data % ALIGNMENT == 0
     assert file.load("w").ctypes.data % ALIGNMENT == 0
 
 
