@@ -1,27 +1,64 @@
 """Weights of a Hugging Face folder: one or several safetensors files.
 
-The safetensors library checks every header (lengths, offsets, coverage of the file) before it
-hands out anything. Files of pickled objects (.bin, .pt, .pth) can run code and are never opened.
+The safetensors library checks every header (lengths, offsets, coverage of the file) before
+anything is read; the bytes are then mapped here, because its numpy side has no 8-bit floats. Files
+of pickled objects (.bin, .pt, .pth) can run code and are never opened.
 """
 
+import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  teaches numpy the name bfloat16, which safetensors asks it for
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.loading.aligned_array import aligned_empty
 from jaxserve.loading.json_file import read_json_object
+from pallas_kernels.quantized_matmul.array import QuantizedArray
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MAX_FILES = 4096
 _MAX_INDEX_BYTES = 1 << 26
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+_PACKED_AS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _PIECE_ELEMENTS = 1 << 22  # read at a time, so that no second copy of a tensor is whole in memory
+
+# 8-bit floats are handed out as the bits they are.
+NUMPY_TYPES: dict[str, Any] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": np.uint8,
+    "F8_E5M2": np.uint8,
+    "F8_E8M0": np.uint8,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where a tensor is: bytes start to end of the mapped file. dtype: safetensors' name."""
+
+    path: Path
+    mapped: np.ndarray
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
 
 
 class SafetensorsFolder:
@@ -30,45 +67,77 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         self.location = str(folder)
         index = _read_index(folder)
-        self._file_of: dict[str, Path] = {}
-        self._slices: dict[str, Any] = {}
+        self._tensors: dict[str, _Stored] = {}
         for path in _weight_files(folder, index):
-            handle = _open(path)
-            for name in handle.keys():  # noqa: SIM118  the handle is no mapping
-                if name in self._file_of:
+            for name, stored in _open(path).items():
+                if name in self._tensors:
                     raise ModelLoadError(
-                        f"{path}: tensor {_shown(name)} is also in {self._file_of[name].name}"
+                        f"{path}: tensor {shown(name)} is also in {self._tensors[name].path.name}"
                     )
-                self._file_of[name] = path
-                self._slices[name] = handle.get_slice(name)
-        _check_index(folder, index, self._file_of)
+                self._tensors[name] = stored
+        _check_index(folder, index, {name: at.path for name, at in self._tensors.items()})
 
     def names(self) -> Iterable[str]:
-        return self._file_of.keys()
+        return self._tensors.keys()
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slices[name].get_shape())
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> str:
+        """The type as safetensors calls it: F32, BF16, F8_E4M3, I32 ..."""
+        return self._tensors[name].dtype
+
+    def file(self, name: str) -> Path:
+        """The file a tensor is in, for error texts."""
+        return self._tensors[name].path
+
+    def raw(self, name: str) -> np.ndarray:
+        """The tensor as the file has it (see NUMPY_TYPES): a read-only view of the mapped file.
+
+        Raises ModelLoadError for a type that numpy has no numbers for.
+        """
+        at = self._tensors[name]
+        if at.dtype not in NUMPY_TYPES:
+            raise ModelLoadError(f"{at.path}: tensor {shown(name)} has the type {at.dtype[:40]}")
+        return at.mapped[at.start : at.end].view(NUMPY_TYPES[at.dtype]).reshape(at.shape)
 
     def load(self, name: str) -> np.ndarray:
-        tensor = self._slices[name]
-        if tensor.get_dtype() not in _FLOAT_TYPES:
-            raise ModelLoadError(
-                f"{self._file_of[name]}: tensor {_shown(name)} has the type {tensor.get_dtype()}; "
-                f"weights can be {', '.join(_FLOAT_TYPES)}. Take an unquantised checkpoint, or GGUF"
-            )
-        shape = self.shape(name)
-        values = aligned_empty(shape, np.float32)
-        if not shape:
-            values[...] = tensor[...]
+        tensor = self._floats(name)
+        values = aligned_empty(tensor.shape, np.float32)
+        if not tensor.shape:
+            values[...] = tensor
             return values
         rows = max(1, _PIECE_ELEMENTS // max(1, values[:1].size))
-        for start in range(0, shape[0], rows):
-            end = min(start + rows, shape[0])  # the library refuses slices past the end
-            values[start:end] = tensor[start:end]
+        for start in range(0, tensor.shape[0], rows):
+            values[start : start + rows] = tensor[start : start + rows]
         return values
+
+    def load_packed(self, name: str) -> QuantizedArray:
+        """A matrix in the type of the file, as a view of it; float64 becomes float32."""
+        tensor = self._floats(name)
+        if tensor.ndim != 2:
+            raise ModelLoadError(
+                f"{self.file(name)}: tensor {shown(name)} {list(tensor.shape)} is no matrix"
+            )
+        form = _PACKED_AS.get(self.dtype(name))
+        if form is None:
+            return QuantizedArray({"values": self.load(name)}, "f32", tensor.shape)
+        return QuantizedArray({"values": tensor}, form, tensor.shape)
 
     def label(self, name: str) -> str:
         return name
+
+    def _floats(self, name: str) -> np.ndarray:
+        if self.dtype(name) not in _FLOAT_TYPES:
+            raise ModelLoadError(
+                f"{self.file(name)}: tensor {shown(name)} has the type {self.dtype(name)[:40]}, "
+                f"and config.json names no quantization it belongs to; weights can be "
+                f"{', '.join(_FLOAT_TYPES)}. Take an unquantised checkpoint, or GGUF"
+            )
+        return self.raw(name)
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
@@ -83,7 +152,7 @@ def _read_index(folder: Path) -> dict[str, str] | None:
         plain = isinstance(file_name, str) and Path(file_name).name == file_name
         if not plain or not file_name.endswith(".safetensors"):
             raise ModelLoadError(
-                f"{path}: tensor {_shown(name)} is in {_shown(str(file_name))}; "
+                f"{path}: tensor {shown(name)} is in {shown(str(file_name))}; "
                 "want the name of a .safetensors file of the same folder"
             )
     return weight_map
@@ -108,7 +177,7 @@ def _no_weights(folder: Path) -> str:
     pickled = [path.name for ending in ("bin", "pt", "pth") for path in folder.glob(f"*.{ending}")]
     if pickled:
         return (
-            f"{folder}: the weights are in {_shown(pickled[0])}, a pickle, which can run any code "
+            f"{folder}: the weights are in {shown(pickled[0])}, a pickle, which can run any code "
             "and is not opened. Load the model with transformers where you trust it, and call "
             "save_pretrained(folder): that writes safetensors"
         )
@@ -123,14 +192,25 @@ def _check_index(folder: Path, index: dict[str, str] | None, file_of: dict[str, 
         found = file_of.get(name)
         if found is None or found.name != file_name:
             raise ModelLoadError(
-                f"{folder / file_name}: tensor {_shown(name)} is not in it, though {INDEX_NAME} "
+                f"{folder / file_name}: tensor {shown(name)} is not in it, though {INDEX_NAME} "
                 "says so; download the model again"
             )
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> dict[str, _Stored]:
+    """The tensors of a file whose header the library has checked."""
     try:
-        return safe_open(path, framework="numpy")
+        with safe_open(path, framework="numpy"):
+            pass
+        mapped = np.memmap(path, np.uint8, "r")
+        header_bytes = int(mapped[:8].view("<u8")[0])
+        header = json.loads(bytes(mapped[8 : 8 + header_bytes]))
+        data = np.asarray(mapped)[8 + header_bytes :]
+        return {
+            name: _Stored(path, data, at["dtype"], tuple(at["shape"]), *at["data_offsets"])
+            for name, at in header.items()
+            if name != "__metadata__"
+        }
     except FileNotFoundError:
         raise ModelLoadError(f"{path}: there is no such file; download the model again") from None
     except (SafetensorError, OSError, ValueError) as error:
@@ -139,5 +219,6 @@ def _open(path: Path) -> Any:
         ) from error
 
 
-def _shown(name: str) -> str:
+def shown(name: str) -> str:
+    """A name out of a file, for error texts: quoted and not too long."""
     return repr(name if len(name) <= 80 else name[:77] + "...")
