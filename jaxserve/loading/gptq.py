@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 BITS = (2, 3, 4, 8)
 MAX_GROUP = 1 << 20
+_ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}  # a 1 in every code of a word
 
 
 def layer_format(settings: Mapping[str, Any]) -> "GPTQ":
@@ -91,15 +92,24 @@ class GPTQ:
         _, K = self.shape(layer)
         words = layer.raw("qweight", "I32", "U32")
         codes = unpack_words(np.ascontiguousarray(words.T), self.bits)  # [N, K]
-        stored = unpack_words(layer.raw("qzeros", "I32", "U32"), self.bits)  # [G, N]
-        # A zero point of 0 minus one has wrapped around.
-        zeros = (stored + self._zero_offset(stored)) & (2**self.bits - 1)
+        zeros = self._zeros(layer)  # [G, N]
         if self._has_g_idx(layer):
             groups = layer.raw("g_idx", "I32", "I64").astype(np.int64)
         else:
             groups = np.arange(K) // (K if self.group_size == -1 else self.group_size)
         scales = layer.scales("scales")
         return grouped_array(layer, codes, self.bits, scales.T, zeros.T, groups)
+
+    def _zeros(self, layer: PackedLayer) -> np.ndarray:
+        words = layer.raw("qzeros", "I32", "U32").view(np.uint32)
+        stored = unpack_words(words, self.bits)
+        if self._zero_offset(stored) == 0:
+            return stored
+        if self.bits == 3:
+            return (stored + 1) & 7
+        # One was subtracted from all codes of a word at once, so a zero point of 0 has borrowed
+        # from the next: one is added in the same way.
+        return unpack_words(words + np.uint32(_ONES[self.bits]), self.bits)
 
     def _has_g_idx(self, layer: PackedLayer) -> bool:
         """Whether groups are listed; without act-order some writers leave the list empty."""
