@@ -1,8 +1,9 @@
 """Weights of a Hugging Face folder: one or several safetensors files.
 
 The safetensors library checks every header (lengths, offsets, coverage of the file) before
-anything is read; the bytes are then mapped here, because its numpy side has no 8-bit floats. Files
-of pickled objects (.bin, .pt, .pth) can run code and are never opened.
+anything is read. The bytes are read here, because its numpy side has no 8-bit floats, and not
+mapped, so that the file does not count as memory. Files of pickled objects (.bin, .pt, .pth) can
+run code and are never opened.
 """
 
 import json
@@ -26,7 +27,7 @@ MAX_FILES = 4096
 _MAX_INDEX_BYTES = 1 << 26
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 _PACKED_AS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
-_PIECE_ELEMENTS = 1 << 22  # read at a time, so that no second copy of a tensor is whole in memory
+_PIECE_ELEMENTS = 1 << 22  # read at a time, so that a tensor is whole in memory only once
 
 # 8-bit floats are handed out as the bits they are.
 NUMPY_TYPES: dict[str, Any] = {
@@ -51,14 +52,24 @@ NUMPY_TYPES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where a tensor is: bytes start to end of the mapped file. dtype: safetensors' name."""
+    """Where a tensor is: bytes start to end of the file. dtype: safetensors' name."""
 
     path: Path
-    mapped: np.ndarray
     dtype: str
     shape: tuple[int, ...]
     start: int
     end: int
+
+    def read(self, start: int = 0, end: int | None = None) -> np.ndarray:
+        """Bytes start to end of the tensor, uint8, aligned."""
+        end = self.end - self.start if end is None else end
+        buffer = aligned_empty((end - start,), np.uint8)
+        with self.path.open("rb") as file:
+            file.seek(self.start + start)
+            got = file.readinto(buffer)
+        if got != end - start:
+            raise ModelLoadError(f"{self.path}: the file has become shorter; download it again")
+        return buffer
 
 
 class SafetensorsFolder:
@@ -95,49 +106,49 @@ class SafetensorsFolder:
         return self._tensors[name].path
 
     def raw(self, name: str) -> np.ndarray:
-        """The tensor as the file has it (see NUMPY_TYPES): a read-only view of the mapped file.
+        """The tensor as the file has it (see NUMPY_TYPES), in memory of the caller.
 
         Raises ModelLoadError for a type that numpy has no numbers for.
         """
         at = self._tensors[name]
         if at.dtype not in NUMPY_TYPES:
             raise ModelLoadError(f"{at.path}: tensor {shown(name)} has the type {at.dtype[:40]}")
-        return at.mapped[at.start : at.end].view(NUMPY_TYPES[at.dtype]).reshape(at.shape)
+        return at.read().view(NUMPY_TYPES[at.dtype]).reshape(at.shape)
 
     def load(self, name: str) -> np.ndarray:
-        tensor = self._floats(name)
-        values = aligned_empty(tensor.shape, np.float32)
-        if not tensor.shape:
-            values[...] = tensor
-            return values
-        rows = max(1, _PIECE_ELEMENTS // max(1, values[:1].size))
-        for start in range(0, tensor.shape[0], rows):
-            values[start : start + rows] = tensor[start : start + rows]
+        self._check_float(name)
+        at = self._tensors[name]
+        dtype = np.dtype(NUMPY_TYPES[at.dtype])
+        values = aligned_empty(at.shape, np.float32)
+        flat = values.reshape(-1)
+        for start in range(0, flat.size, _PIECE_ELEMENTS):
+            piece = flat[start : start + _PIECE_ELEMENTS]
+            first = start * dtype.itemsize
+            piece[...] = at.read(first, first + piece.size * dtype.itemsize).view(dtype)
         return values
 
     def load_packed(self, name: str) -> QuantizedArray:
-        """A matrix in the type of the file, as a view of it; float64 becomes float32."""
-        tensor = self._floats(name)
-        if tensor.ndim != 2:
+        """A matrix in the type of the file; float64 becomes float32."""
+        self._check_float(name)
+        shape = self.shape(name)
+        if len(shape) != 2:
             raise ModelLoadError(
-                f"{self.file(name)}: tensor {shown(name)} {list(tensor.shape)} is no matrix"
+                f"{self.file(name)}: tensor {shown(name)} {list(shape)} is no matrix"
             )
         form = _PACKED_AS.get(self.dtype(name))
-        if form is None:
-            return QuantizedArray({"values": self.load(name)}, "f32", tensor.shape)
-        return QuantizedArray({"values": tensor}, form, tensor.shape)
+        values = self.load(name) if form is None else self.raw(name)
+        return QuantizedArray({"values": values}, form or "f32", shape)
 
     def label(self, name: str) -> str:
         return name
 
-    def _floats(self, name: str) -> np.ndarray:
+    def _check_float(self, name: str) -> None:
         if self.dtype(name) not in _FLOAT_TYPES:
             raise ModelLoadError(
                 f"{self.file(name)}: tensor {shown(name)} has the type {self.dtype(name)[:40]}, "
                 f"and config.json names no quantization it belongs to; weights can be "
                 f"{', '.join(_FLOAT_TYPES)}. Take an unquantised checkpoint, or GGUF"
             )
-        return self.raw(name)
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
@@ -202,12 +213,14 @@ def _open(path: Path) -> dict[str, _Stored]:
     try:
         with safe_open(path, framework="numpy"):
             pass
-        mapped = np.memmap(path, np.uint8, "r")
-        header_bytes = int(mapped[:8].view("<u8")[0])
-        header = json.loads(bytes(mapped[8 : 8 + header_bytes]))
-        data = np.asarray(mapped)[8 + header_bytes :]
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_bytes))
+        offset = 8 + header_bytes
         return {
-            name: _Stored(path, data, at["dtype"], tuple(at["shape"]), *at["data_offsets"])
+            name: _Stored(
+                path, at["dtype"], tuple(at["shape"]), *(offset + end for end in at["data_offsets"])
+            )
             for name, at in header.items()
             if name != "__metadata__"
         }
