@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxserve.core.ops import Ops
 from jaxserve.core.step_batch import StepBatch
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.quantized_matmul import QuantizedArray, StackedRows, matmul, take_rows
 
 
 def make_ops(backend: str, kv_spec: KVSpec) -> Ops:
@@ -23,17 +25,33 @@ def make_ops(backend: str, kv_spec: KVSpec) -> Ops:
         raise NotImplementedError(
             f"there is no attention backend {backend!r}; choose auto or reference"
         )
-    return Ops(name="reference", attend=PagedAttend(kv_spec), linear=linear, rms_norm=rms_norm)
+    return Ops(
+        name="reference",
+        attend=PagedAttend(kv_spec),
+        linear=linear,
+        rms_norm=rms_norm,
+        embed=embed,
+    )
 
 
-def linear(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """x [..., K] times w [N, K], plus bias [N]; accumulated in float32.
+def embed(table: Any, tokens: jax.Array) -> jax.Array:
+    """Rows of table [V, E] for tokens [T]. The host has checked the ids; padding may hold any."""
+    if isinstance(table, QuantizedArray | StackedRows):
+        return take_rows(table, tokens)
+    return jnp.take(table, tokens, axis=0, mode="clip")
+
+
+def linear(x: jax.Array, w: Any, bias: jax.Array | None = None) -> jax.Array:
+    """x [..., K] times w [N, K], plus bias [N]; accumulated in float32. w may be packed.
 
     Both last axes are contracted: on XLA:CPU that runs up to twice as fast for few rows, and the
     rows of the result do not depend on how many there are, from two rows up.
     """
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
-    y = jax.lax.dot_general(x, w, contract, preferred_element_type=jnp.float32)
+    if isinstance(w, QuantizedArray | StackedRows):
+        y = matmul(x, w)
+    else:
+        contract = (((x.ndim - 1,), (1,)), ((), ()))
+        y = jax.lax.dot_general(x, w, contract, preferred_element_type=jnp.float32)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return y.astype(x.dtype)

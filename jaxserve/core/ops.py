@@ -40,7 +40,9 @@ class Attend(Protocol):
 @dataclass(frozen=True)
 class Ops:
     """Backend functions. `linear(x [..., K], w [N, K], bias [N] | None) -> [..., N]`: weights keep
-    their output axis first, so both operands are contracted on their last axis.
+    their output axis first, so both operands are contracted on their last axis; w is a plain
+    array or a packed one (QuantizedArray, StackedRows).
+    `embed(table [V, E], tokens [T]) -> [T, E]`: rows of a plain or packed table.
     `rms_norm(x [..., E], weight [E], eps) -> [..., E]` computes in float32.
     """
 
@@ -48,3 +50,4 @@ class Ops:
     attend: Attend
     linear: Callable[[jax.Array, Any, jax.Array | None], jax.Array]
     rms_norm: Callable[[jax.Array, jax.Array, float], jax.Array]
+    embed: Callable[[Any, jax.Array], jax.Array]

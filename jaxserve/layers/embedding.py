@@ -1,4 +1,4 @@
-"""Token embedding and the logits that come back out of the vocabulary."""
+"""The logits that come out of the vocabulary's matrix."""
 
 from typing import Any
 
@@ -6,11 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.core.ops import Ops
-
-
-def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Rows of table [V, E] for tokens [T]. The host has checked the ids; padding may hold any."""
-    return jnp.take(table, tokens, axis=0, mode="clip")
 
 
 def logits(ops: Ops, hidden: jax.Array, table: Any, softcap: float | None = None) -> jax.Array:

@@ -6,6 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from jaxserve.loading.aligned_array import aligned_copy
+from pallas_kernels.quantized_matmul.array import QuantizedArray
 
 
 class TensorSource(Protocol):
@@ -14,6 +15,9 @@ class TensorSource(Protocol):
     location: file or folder, for error texts. load() gives a float32 array that the caller owns,
     aligned as in aligned_array; it raises ModelLoadError naming file and tensor, and may be called
     from several threads.
+    load_packed() gives a matrix as the file keeps it: a QuantizedArray in the layout "rows" whose
+    parts are numpy arrays that the caller owns; dense formats for plain numbers. shape() is the
+    shape of the matrix it stands for. It raises as load() does.
     label() is what the file itself calls a tensor, present or not.
     """
 
@@ -24,6 +28,8 @@ class TensorSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def load(self, name: str) -> np.ndarray: ...
+
+    def load_packed(self, name: str) -> QuantizedArray: ...
 
     def label(self, name: str) -> str: ...
 
@@ -43,6 +49,10 @@ class ArraySource:
 
     def load(self, name: str) -> np.ndarray:
         return aligned_copy(self._tensors[name], np.float32)
+
+    def load_packed(self, name: str) -> QuantizedArray:
+        values = self.load(name)
+        return QuantizedArray({"values": values}, "f32", values.shape)
 
     def label(self, name: str) -> str:
         return name

@@ -26,18 +26,28 @@ class ParamSpec:
     axes: a name per dimension ("vocab", "embed", "heads", "kv_heads", "mlp", ...; None:
     never sharded). init: "normal" (std 0.02), "zeros" or "ones".
     dtype None means the engine's dtype; a numpy dtype name pins it.
+    packable: a matrix [out, in] that the model touches only through ops.linear and ops.embed, so
+    that it may be handed over packed (QuantizedArray, StackedRows) instead of as a plain array.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
     init: str = "normal"
     dtype: str | None = None
+    packable: bool = False
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
             raise ValueError(f"{len(self.shape)} dimensions {self.shape} but axes {self.axes}")
         if self.init not in ("normal", "zeros", "ones"):
             raise ValueError(f"init is {self.init!r}; choose normal, zeros or ones")
+        if self.packable and len(self.shape) != 2:
+            raise ValueError(f"only matrices can be packable, got the shape {self.shape}")
+
+
+def matrix(shape: tuple[int, int], axes: tuple[str | None, str | None]) -> ParamSpec:
+    """The spec of a weight matrix [out, in] that may be kept packed."""
+    return ParamSpec(shape, axes, packable=True)
 
 
 @dataclass(frozen=True)

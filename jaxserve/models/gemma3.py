@@ -18,13 +18,13 @@ from jaxserve.core.kv_spec import KVSpec
 from jaxserve.core.ops import Ops
 from jaxserve.core.step_batch import StepBatch
 from jaxserve.errors import ModelLoadError
-from jaxserve.layers.embedding import embed, logits
+from jaxserve.layers.embedding import logits
 from jaxserve.layers.mlp import gated_mlp
 from jaxserve.layers.norms import centered_rms_norm
 from jaxserve.layers.rope import Rope, cos_and_sin, rotate
 from jaxserve.layers.rope_scaling import make_rope
 from jaxserve.models import hf_config
-from jaxserve.models.base import ModelDef, Params, ParamSpec, Taps, WeightNames
+from jaxserve.models.base import ModelDef, Params, ParamSpec, Taps, WeightNames, matrix
 from jaxserve.models.windows import group_by_window
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
@@ -127,12 +127,12 @@ def param_specs(config: Gemma3Config) -> dict[str, Any]:
     """{"embed" [V, E], "layers": [...], "final_norm" [E], "unembed" [V, E] unless tied}."""
     E = config.hidden_size
     specs = {
-        "embed": ParamSpec((config.vocab_size, E), ("vocab", "embed")),
+        "embed": matrix((config.vocab_size, E), ("vocab", "embed")),
         "layers": [_layer_specs(config) for _ in range(config.num_layers)],
         "final_norm": ParamSpec((E,), (None,), "zeros"),
     }
     if not config.tied:
-        specs["unembed"] = ParamSpec((config.vocab_size, E), ("vocab", "embed"))
+        specs["unembed"] = matrix((config.vocab_size, E), ("vocab", "embed"))
     return specs
 
 
@@ -143,14 +143,14 @@ def _layer_specs(config: Gemma3Config) -> dict[str, ParamSpec]:
     qkv_size = q_size + 2 * config.num_kv_heads * D
     specs = {
         "attention_norm": ParamSpec((E,), (None,), "zeros"),
-        "qkv": ParamSpec((qkv_size, E), ("qkv", "embed")),
+        "qkv": matrix((qkv_size, E), ("qkv", "embed")),
         "q_norm": ParamSpec((D,), (None,), "zeros"),
         "k_norm": ParamSpec((D,), (None,), "zeros"),
-        "attention_out": ParamSpec((E, q_size), ("embed", "heads")),
+        "attention_out": matrix((E, q_size), ("embed", "heads")),
         "attention_out_norm": ParamSpec((E,), (None,), "zeros"),
         "mlp_norm": ParamSpec((E,), (None,), "zeros"),
-        "gate_up": ParamSpec((2 * F, E), ("gate_up", "embed")),
-        "down": ParamSpec((E, F), ("embed", "mlp")),
+        "gate_up": matrix((2 * F, E), ("gate_up", "embed")),
+        "down": matrix((E, F), ("embed", "mlp")),
         "mlp_out_norm": ParamSpec((E,), (None,), "zeros"),
     }
     if config.attention_bias:
@@ -201,7 +201,7 @@ def forward(
     config: Gemma3Config, params: Params, batch: StepBatch, kv_pool: KVPool, ops: Ops
 ) -> tuple[jax.Array, Taps, KVPool]:
     """All layers over the step's flat tokens. Returns (hidden [T, E], no taps, kv_pool)."""
-    hidden = scaled_embedding(params["embed"], batch.tokens)
+    hidden = scaled_embedding(ops, params["embed"], batch.tokens)
     local_rotation = cos_and_sin(config.local_rope, batch.positions)
     global_rotation = cos_and_sin(config.global_rope, batch.positions)
     for index, layer in enumerate(params["layers"]):
@@ -216,11 +216,12 @@ def forward(
     return centered_rms_norm(ops, hidden, params["final_norm"], config.rms_norm_eps), {}, kv_pool
 
 
-def scaled_embedding(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Rows of table [V, E] times sqrt(E), which is rounded to the table's dtype as in training:
+def scaled_embedding(ops: Ops, table: Any, tokens: jax.Array) -> jax.Array:
+    """Rows of table [V, E] times sqrt(E), which is rounded to the rows' dtype as in training:
     in bfloat16 the factor of 640 is 25.25, not 25.298.
     """
-    return embed(table, tokens) * jnp.asarray(table.shape[1] ** 0.5, table.dtype)
+    rows = ops.embed(table, tokens)
+    return rows * jnp.asarray(rows.shape[1] ** 0.5, rows.dtype)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -18,11 +18,11 @@ from jaxserve.core.kv_spec import KVSpec
 from jaxserve.core.ops import Ops
 from jaxserve.core.step_batch import StepBatch
 from jaxserve.errors import ModelLoadError
-from jaxserve.layers.embedding import embed, logits
+from jaxserve.layers.embedding import logits
 from jaxserve.layers.mlp import gated_mlp
 from jaxserve.layers.rope import Rope, cos_and_sin, rotate
 from jaxserve.models import hf_config
-from jaxserve.models.base import ModelDef, Params, ParamSpec, Taps, WeightNames
+from jaxserve.models.base import ModelDef, Params, ParamSpec, Taps, WeightNames, matrix
 from jaxserve.models.windows import group_by_window
 
 
@@ -137,12 +137,12 @@ def param_specs(config: LlamaConfig) -> dict[str, Any]:
     """{"embed" [V, E], "layers": [...], "final_norm" [E], "unembed" [V, E] unless tied}."""
     E = config.hidden_size
     specs = {
-        "embed": ParamSpec((config.vocab_size, E), ("vocab", "embed")),
+        "embed": matrix((config.vocab_size, E), ("vocab", "embed")),
         "layers": [_layer_specs(config) for _ in range(config.num_layers)],
         "final_norm": ParamSpec((E,), (None,), "ones"),
     }
     if not config.tied:
-        specs["unembed"] = ParamSpec((config.vocab_size, E), ("vocab", "embed"))
+        specs["unembed"] = matrix((config.vocab_size, E), ("vocab", "embed"))
     return specs
 
 
@@ -153,11 +153,11 @@ def _layer_specs(config: LlamaConfig) -> dict[str, ParamSpec]:
     qkv_size = q_size + 2 * config.num_kv_heads * D
     specs = {
         "attention_norm": ParamSpec((E,), (None,), "ones"),
-        "qkv": ParamSpec((qkv_size, E), ("qkv", "embed")),
-        "attention_out": ParamSpec((E, q_size), ("embed", "heads")),
+        "qkv": matrix((qkv_size, E), ("qkv", "embed")),
+        "attention_out": matrix((E, q_size), ("embed", "heads")),
         "mlp_norm": ParamSpec((E,), (None,), "ones"),
-        "gate_up": ParamSpec((2 * F, E), ("gate_up", "embed")),
-        "down": ParamSpec((E, F), ("embed", "mlp")),
+        "gate_up": matrix((2 * F, E), ("gate_up", "embed")),
+        "down": matrix((E, F), ("embed", "mlp")),
     }
     if config.qkv_bias:
         specs["qkv_bias"] = ParamSpec((qkv_size,), ("qkv",), "zeros")
@@ -214,7 +214,7 @@ def forward(
     config: LlamaConfig, params: Params, batch: StepBatch, kv_pool: KVPool, ops: Ops
 ) -> tuple[jax.Array, Taps, KVPool]:
     """All layers over the step's flat tokens. Returns (hidden [T, E], no taps, kv_pool)."""
-    hidden = embed(params["embed"], batch.tokens)
+    hidden = ops.embed(params["embed"], batch.tokens)
     cos, sin = cos_and_sin(config.rope, batch.positions)
     for index, layer in enumerate(params["layers"]):
         q, k, v = attention_inputs(config, ops, layer, hidden, cos, sin)

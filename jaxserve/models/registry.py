@@ -30,3 +30,8 @@ def find_model(architecture: str) -> ModelDef:
     model = import_module(module).MODEL
     assert isinstance(model, ModelDef)
     return model
+
+
+def is_built_in(model: ModelDef) -> bool:
+    """Whether it is one of these families, as they are."""
+    return any(import_module(module).MODEL is model for module in set(_FAMILIES.values()))

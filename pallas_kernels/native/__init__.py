@@ -1,0 +1,45 @@
+"""The native CPU kernels, if they were built: C++ that XLA calls through its foreign functions.
+
+The package installs without a compiler too; then `why_not()` says so and everything runs on the
+references.
+"""
+
+import platform
+from functools import cache
+from typing import Any
+
+import jax
+
+
+@cache
+def why_not() -> str | None:
+    """None when the native kernels can be used, else the reason why they cannot."""
+    try:
+        from pallas_kernels import _native
+    except ImportError as error:
+        return (
+            f"the native CPU kernels are not built for {platform.machine()} ({error}); install "
+            "a C++ compiler and reinstall jaxserve to get them"
+        )
+    try:
+        _native.isa()
+    except RuntimeError as error:
+        return str(error)
+    for name, capsule in _native.handlers().items():
+        jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+    return None
+
+
+def module() -> Any:
+    """The module itself, its FFI targets registered. Raises RuntimeError when there is none."""
+    reason = why_not()
+    if reason is not None:
+        raise RuntimeError(reason)
+    from pallas_kernels import _native
+
+    return _native
+
+
+def isa() -> str:
+    """The instruction set the kernels use: baseline, avx2 or avx512."""
+    return str(module().isa())

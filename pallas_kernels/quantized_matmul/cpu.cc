@@ -1,0 +1,534 @@
+// Products of float32 activations with packed weights, expanded to float32 in registers.
+//
+// Panels: 32 output rows side by side, so that a vector holds one input column of several outputs
+// and no sum ever crosses lanes. For each output the arithmetic is the same whatever M is:
+//   y = 0; for each block of 256 inputs: { c = 0; for k in order: c = fma(w[k], x[k], c); y += c }
+// so a row's bits do not depend on its neighbours, on the bucket, or on the path taken below:
+//   few rows   weights are expanded in registers and multiplied there: every packed byte is read
+//              once, nothing else is written.
+//   more rows  256 inputs of a panel are expanded once into a 32 KiB tile that stays in the cache
+//              and multiplied with blocks of rows held in registers.
+#include "cpu.h"
+
+#include "../native/simd.h"
+
+namespace jaxserve {
+namespace JS_ISA {
+namespace {
+
+constexpr int NV = kPanel / kLanes;  // vectors across a panel
+constexpr int64_t kPlane4 = 16 * 8;  // bytes of 8 inputs of 4-bit codes: 32 words of 8 nibbles
+
+// Each format: panel bytes of a matrix, and `visit`, which calls fn(k, w) for k in [k0, k1) in
+// order, w[NV] being column k of the panel. k0 is a multiple of kReduction.
+
+// Eight inputs of 4-bit codes are a word per output: input i is nibble 2 (i % 4) + i / 4, so that
+// the even nibbles are the bytes of one quad of inputs and the odd ones those of the next.
+JS_INLINE constexpr int nibble_shift(int i) { return 4 * (2 * (i % 4) + i / 4); }
+
+// `count` inputs (a multiple of 8) of 4-bit codes; map(v, code bits in the low nibble and rubbish
+// above) for maps that look at the low bits only, or map(v, code) with `masked`.
+template <bool masked, class Map, class Fn>
+JS_INLINE void visit_nibbles(const uint8_t* words, int64_t k, int64_t count, Map&& map, Fn&& fn) {
+  for (int64_t end = k + count; k < end; k += 8, words += kPlane4) {
+    vu word[NV];
+    for (int v = 0; v < NV; v++) word[v] = load<vu>((const uint32_t*)words + v * kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+      vf w[NV];
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; v++) {
+        vu code = word[v] >> nibble_shift(i);
+        w[v] = map(v, masked ? code & 15 : code);
+      }
+      fn(k + i, w);
+    }
+  }
+}
+
+// 16 inputs whose codes have `high_bits` (1 or 2) more bits than a nibble. A word per output holds
+// the high bits: those of input 4 t + j at bit 8 j + high_bits t (t counts from `quad`), so one
+// shift and one mask bring those of a whole quad to their places above the nibbles.
+template <int high_bits, class Fn>
+JS_INLINE void visit_wide_codes(const uint8_t* high_words, int quad, const uint8_t* words, int64_t k,
+                                const vf* s, const vf* b, Fn&& fn) {
+  constexpr uint32_t kHigh = high_bits == 1 ? 0x10101010u : 0x30303030u;
+#pragma GCC unroll 4
+  for (int t = 0; t < 4; t++) {
+    int at = high_bits * (quad + t);
+    vu codes[NV];
+    for (int v = 0; v < NV; v++) {
+      vu low = load<vu>((const uint32_t*)(words + t / 2 * kPlane4) + v * kLanes);
+      vu high = load<vu>((const uint32_t*)high_words + v * kLanes);
+      vu moved = at < 4 ? high << (4 - at) : high >> (at - 4);
+      codes[v] = ((t % 2 ? low >> 4 : low) & 0x0f0f0f0fu) | (moved & kHigh);
+    }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      vf w[NV];
+#pragma GCC unroll 8
+      for (int v = 0; v < NV; v++) {
+        vu code = codes[v] >> (8 * j);
+        w[v] = fma(to_float(j == 3 ? code : code & 255), s[v], b[v]);
+      }
+      fn(k + 4 * t + j, w);
+    }
+  }
+}
+
+JS_INLINE void load_halves(const uint8_t* p, vf* out) {
+  for (int v = 0; v < NV; v++) out[v] = load_half(p + 2 * v * kLanes);
+}
+
+struct DenseF32 {
+  template <class Fn>
+  static JS_INLINE void visit(const Matrix&, const uint8_t* panel, int64_t k0, int64_t k1, Fn&& fn) {
+    for (int64_t k = k0; k < k1; k++) {
+      vf w[NV];
+      for (int v = 0; v < NV; v++) w[v] = load<vf>((const float*)panel + k * kPanel + v * kLanes);
+      fn(k, w);
+    }
+  }
+};
+
+struct DenseBF16 {
+  template <class Fn>
+  static JS_INLINE void visit(const Matrix&, const uint8_t* panel, int64_t k0, int64_t k1, Fn&& fn) {
+    for (int64_t k = k0; k < k1; k++) {
+      vf w[NV];
+      for (int v = 0; v < NV; v++) w[v] = load_bf16(panel + 2 * (k * kPanel + v * kLanes));
+      fn(k, w);
+    }
+  }
+};
+
+struct DenseF16 {
+  template <class Fn>
+  static JS_INLINE void visit(const Matrix&, const uint8_t* panel, int64_t k0, int64_t k1, Fn&& fn) {
+    for (int64_t k = k0; k < k1; k++) {
+      vf w[NV];
+      load_halves(panel + 2 * k * kPanel, w);
+      fn(k, w);
+    }
+  }
+};
+
+// Bytes of a group of inputs: float32 scales [32], zero points [32], codes.
+template <class Fn>
+JS_INLINE void visit_groups(const Matrix& m, int64_t group_bytes, int64_t k0, int64_t k1, Fn&& fn) {
+  for (int64_t k = k0; k < k1;) {
+    int64_t g = k / m.group, end = (g + 1) * m.group;
+    if (end > k1) end = k1;
+    fn(g * group_bytes, k - g * m.group, k, end);
+    k = end;
+  }
+}
+
+struct Int4 {
+  template <class Fn>
+  static JS_INLINE void visit(const Matrix& m, const uint8_t* panel, int64_t k0, int64_t k1, Fn&& fn) {
+    visit_groups(m, 5 * kPanel + m.group * 16, k0, k1,
+                 [&](int64_t offset, int64_t inside, int64_t k, int64_t end) JS_INLINE_LAMBDA {
+      const uint8_t* p = panel + offset;
+      vf s[NV], b[NV];
+      for (int v = 0; v < NV; v++) {
+        s[v] = load<vf>((const float*)p + v * kLanes);
+        b[v] = -(load_u8(p + 4 * kPanel + v * kLanes) * s[v]);
+      }
+      visit_nibbles<true>(p + 5 * kPanel + inside * 16, k, end - k,
+                    [&](int v, vu q) JS_INLINE_LAMBDA { return fma(to_float(q), s[v], b[v]); },
+                    fn);
+    });
+  }
+};
+
+struct Int8 {
+  template <class Fn>
+  static JS_INLINE void visit(const Matrix& m, const uint8_t* panel, int64_t k0, int64_t k1, Fn&& fn) {
+    visit_groups(m, 5 * kPanel + m.group * kPanel, k0, k1,
+                 [&](int64_t offset, int64_t inside, int64_t k, int64_t end) JS_INLINE_LAMBDA {
+      const uint8_t* p = panel + offset;
+      vf s[NV], b[NV];
+      for (int v = 0; v < NV; v++) {
+        s[v] = load<vf>((const float*)p + v * kLanes);
+        b[v] = -(load_i8(p + 4 * kPanel + v * kLanes) * s[v]);
+      }
+      const uint8_t* codes = p + 5 * kPanel + inside * kPanel;
+      for (; k < end; k++, codes += kPanel) {
+        vf w[NV];
+        for (int v = 0; v < NV; v++) w[v] = fma(load_i8(codes + v * kLanes), s[v], b[v]);
+        fn(k, w);
+      }
+    });
+  }
+};
+
+// e4m3 (bias 7) widened by its bits: the exponent is rebased for normal numbers; subnormal ones
+// are whole multiples of 2^-9. The two NaN codes are refused when a checkpoint is loaded.
+JS_INLINE vf e4m3_to_float(vu byte) {
+  vu magnitude = byte & 0x7f;
+  vu normal = (magnitude << 20) + (120u << 23);
+  vu subnormal = (vu)(to_float(magnitude) * 0x1p-9f);
+  vu is_small = (vu)((vi)magnitude < 8);
+  return as_float((subnormal & is_small) | (normal & ~is_small) | ((byte & 0x80) << 24));
+}
+
+struct Fp8 {
+  template <class Fn>
+  static JS_INLINE void visit(const Matrix& m, const uint8_t* panel, int64_t k0, int64_t k1, Fn&& fn) {
+    visit_groups(m, 4 * kPanel + m.group * kPanel, k0, k1,
+                 [&](int64_t offset, int64_t inside, int64_t k, int64_t end) JS_INLINE_LAMBDA {
+      const uint8_t* p = panel + offset;
+      vf s[NV];
+      for (int v = 0; v < NV; v++) s[v] = load<vf>((const float*)p + v * kLanes);
+      const uint8_t* codes = p + 4 * kPanel + inside * kPanel;
+      for (; k < end; k++, codes += kPanel) {
+        vf w[NV];
+        for (int v = 0; v < NV; v++) {
+          w[v] = e4m3_to_float(load_u8_as_int(codes + v * kLanes)) * s[v];
+        }
+        fn(k, w);
+      }
+    });
+  }
+};
+
+// Blocks of 32 with float16 scales [32], minima [32] if has_min, high bits [32] words if five
+// bits, nibbles.
+template <bool has_min, bool five, int zero>
+struct Legacy {
+  static constexpr int64_t kBytes =
+      (has_min ? 4 : 2) * kPanel + (five ? 4 * kPanel : 0) + 4 * kPlane4;
+
+  template <class Fn>
+  static JS_INLINE void visit(const Matrix&, const uint8_t* panel, int64_t k0, int64_t k1, Fn&& fn) {
+    const uint8_t* p = panel + k0 / 32 * kBytes;
+    for (int64_t k = k0; k < k1; k += 32, p += kBytes) {
+      vf s[NV], b[NV];
+      load_halves(p, s);
+      if (has_min) {
+        load_halves(p + 2 * kPanel, b);
+      } else {
+        for (int v = 0; v < NV; v++) b[v] = s[v] * (float)-zero;
+      }
+      const uint8_t* codes = p + (has_min ? 4 : 2) * kPanel;
+      if (five) {
+        for (int half = 0; half < 2; half++)
+          visit_wide_codes<1>(codes, 4 * half, codes + 4 * kPanel + 2 * half * kPlane4,
+                              k + 16 * half, s, b, fn);
+      } else {
+        visit_nibbles<true>(codes, k, 32,
+                            [&](int v, vu q) JS_INLINE_LAMBDA { return fma(to_float(q), s[v], b[v]); },
+                            fn);
+      }
+    }
+  }
+};
+
+using Q4_0 = Legacy<false, false, 8>;
+using Q4_1 = Legacy<true, false, 0>;
+using Q5_0 = Legacy<false, true, 16>;
+using Q5_1 = Legacy<true, true, 0>;
+
+struct Q8_0 {
+  static constexpr int64_t kBytes = 2 * kPanel + 32 * kPanel;
+
+  template <class Fn>
+  static JS_INLINE void visit(const Matrix&, const uint8_t* panel, int64_t k0, int64_t k1, Fn&& fn) {
+    const uint8_t* p = panel + k0 / 32 * kBytes;
+    for (int64_t k = k0; k < k1; k += 32, p += kBytes) {
+      vf s[NV];
+      load_halves(p, s);
+#pragma GCC unroll 4
+      for (int i = 0; i < 32; i++) {
+        vf w[NV];
+        for (int v = 0; v < NV; v++)
+          w[v] = load_i8(p + 2 * kPanel + i * kPanel + v * kLanes) * s[v];
+        fn(k + i, w);
+      }
+    }
+  }
+};
+
+// Super-blocks of 256: float16 scales d [32] and dmin [32], 8 sub-blocks' scales [8][32] and
+// minima [8][32] as bytes, then per sub-block of 32 the high bits if five, and nibbles.
+template <bool five>
+struct KQuant {
+  static constexpr int64_t kSub = (five ? 4 * kPanel : 0) + 4 * kPlane4;
+  static constexpr int64_t kBytes = 4 * kPanel + 16 * kPanel + 8 * kSub;
+
+  template <class Fn>
+  static JS_INLINE void visit(const Matrix&, const uint8_t* panel, int64_t k0, int64_t k1, Fn&& fn) {
+    const uint8_t* p = panel + k0 / 256 * kBytes;
+    vf d[NV], dmin[NV];
+    load_halves(p, d);
+    load_halves(p + 2 * kPanel, dmin);
+    for (int j = 0; j < 8 && k0 + 32 * j < k1; j++) {
+      vf s[NV], b[NV];
+      for (int v = 0; v < NV; v++) {
+        s[v] = d[v] * load_u8(p + (4 + j) * kPanel + v * kLanes);
+        b[v] = -(dmin[v] * load_u8(p + (12 + j) * kPanel + v * kLanes));
+      }
+      const uint8_t* codes = p + 20 * kPanel + j * kSub;
+      if (five) {
+        for (int half = 0; half < 2; half++)
+          visit_wide_codes<1>(codes, 4 * half, codes + 4 * kPanel + 2 * half * kPlane4,
+                              k0 + 32 * j + 16 * half, s, b, fn);
+      } else {
+        visit_nibbles<true>(codes, k0 + 32 * j, 32,
+                            [&](int v, vu q) JS_INLINE_LAMBDA { return fma(to_float(q), s[v], b[v]); },
+                            fn);
+      }
+    }
+  }
+};
+
+// Super-blocks of 256: float16 d [32], 16 sub-blocks' signed scales [16][32], then per sub-block
+// of 16 the two high bits [32] words, and nibbles.
+struct Q6_K {
+  static constexpr int64_t kSub = 4 * kPanel + 2 * kPlane4;
+  static constexpr int64_t kBytes = 2 * kPanel + 16 * kPanel + 16 * kSub;
+
+  template <class Fn>
+  static JS_INLINE void visit(const Matrix&, const uint8_t* panel, int64_t k0, int64_t k1, Fn&& fn) {
+    const uint8_t* p = panel + k0 / 256 * kBytes;
+    vf d[NV];
+    load_halves(p, d);
+    for (int j = 0; j < 16 && k0 + 16 * j < k1; j++) {
+      vf s[NV], b[NV];
+      for (int v = 0; v < NV; v++) {
+        s[v] = d[v] * load_i8(p + (2 + j) * kPanel + v * kLanes);
+        b[v] = s[v] * -32.0f;
+      }
+      const uint8_t* codes = p + 18 * kPanel + j * kSub;
+      visit_wide_codes<2>(codes, 0, codes + 4 * kPanel, k0 + 16 * j, s, b, fn);
+    }
+  }
+};
+
+// Blocks of 32: e8m0 scales [32] (a power of two each), nibbles that are e2m1 numbers.
+struct MXFP4 {
+  static constexpr int64_t kBytes = kPanel + 4 * kPlane4;
+
+  // 0, 1/2, 1, 3/2, 2, 3, 4, 6 by the low three bits; the fourth is the sign. Higher bits are
+  // ignored.
+  static JS_INLINE vf e2m1_to_float(vu q) {
+#if defined(__AVX2__) && JS_LANES == 8
+    const __m256 table = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
+    vu magnitude = (vu)_mm256_permutevar8x32_ps(table, (__m256i)q);
+    return as_float(magnitude ^ ((q << 28) & 0x80000000u));
+#else
+    vu magnitude = q & 7;
+    vu normal = (magnitude << 22) + (126u << 23);
+    vu small = (vu)(to_float(magnitude) * 0.5f);
+    vu is_small = (vu)((vi)magnitude < 2);
+    return as_float((small & is_small) | (normal & ~is_small) | ((q & 8) << 28));
+#endif
+  }
+
+  // 2^(e - 127) as two factors, so that the smallest scales need no subnormal number.
+  static JS_INLINE vf e8m0_to_float(vu e) {
+    vu half = e >> 1;
+    return as_float((half + 64) << 23) * as_float((e - half + 63) << 23);
+  }
+
+  template <class Fn>
+  static JS_INLINE void visit(const Matrix&, const uint8_t* panel, int64_t k0, int64_t k1, Fn&& fn) {
+    const uint8_t* p = panel + k0 / 32 * kBytes;
+    for (int64_t k = k0; k < k1; k += 32, p += kBytes) {
+      vf s[NV];
+      for (int v = 0; v < NV; v++)
+        s[v] = e8m0_to_float(load_u8_as_int(p + v * kLanes));
+      visit_nibbles<false>(p + kPanel, k, 32,
+                    [&](int v, vu q) JS_INLINE_LAMBDA { return e2m1_to_float(q) * s[v]; }, fn);
+    }
+  }
+};
+
+// ---- few rows: expand in registers, multiply there ----
+
+template <class Format, int M>
+void few_rows(const Matrix& w, const uint8_t* panel, const float* x, float* y, int64_t width) {
+  vf sum[M][NV] = {};
+  for (int64_t k0 = 0; k0 < w.k; k0 += kReduction) {
+    int64_t k1 = k0 + kReduction < w.k ? k0 + kReduction : w.k;
+    vf chain[M][NV] = {};
+    Format::visit(w, panel, k0, k1, [&](int64_t k, const vf* column) JS_INLINE_LAMBDA {
+#pragma GCC unroll 4
+      for (int m = 0; m < M; m++) {
+        vf a = splat(x[m * w.k + k]);
+#pragma GCC unroll 8
+        for (int v = 0; v < NV; v++) chain[m][v] = fma(column[v], a, chain[m][v]);
+      }
+    });
+    for (int m = 0; m < M; m++)
+      for (int v = 0; v < NV; v++) sum[m][v] += chain[m][v];
+  }
+  for (int m = 0; m < M; m++) {
+    alignas(64) float out[kPanel];
+    for (int v = 0; v < NV; v++) store(out + v * kLanes, sum[m][v]);
+    std::memcpy(y + m * w.n, out, width * sizeof(float));
+  }
+}
+
+// ---- more rows: a tile of expanded weights in the cache, blocks of rows in registers ----
+
+#if JS_LANES == 16
+constexpr int kRows = 12, kColumns = 32;
+#else
+constexpr int kRows = 6, kColumns = 16;
+#endif
+constexpr int CV = kColumns / kLanes;
+
+// chain[m][c] over `depth` inputs of one tile [depth][kColumns].
+template <int M>
+JS_INLINE void row_block(const float* tile, int64_t depth, const float* x, int64_t stride, float* y,
+                         int64_t y_stride, int64_t width, bool first) {
+  vf c[M][CV] = {};
+  for (int64_t k = 0; k < depth; k++) {
+    vf w[CV];
+    for (int v = 0; v < CV; v++) w[v] = load<vf>(tile + k * kColumns + v * kLanes);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++) {
+      vf a = splat(x[m * stride + k]);
+#pragma GCC unroll 4
+      for (int v = 0; v < CV; v++) c[m][v] = fma(w[v], a, c[m][v]);
+    }
+  }
+  for (int m = 0; m < M; m++) {
+    float* out = y + m * y_stride;
+    if (width == kColumns) {
+      for (int v = 0; v < CV; v++) {
+        vf before = first ? vf{} : load<vf>(out + v * kLanes);
+        store(out + v * kLanes, before + c[m][v]);
+      }
+    } else {
+      alignas(64) float part[kColumns];
+      for (int v = 0; v < CV; v++) store(part + v * kLanes, c[m][v]);
+      for (int64_t i = 0; i < width; i++) out[i] = (first ? 0.0f : out[i]) + part[i];
+    }
+  }
+}
+
+typedef void (*RowBlock)(const float*, int64_t, const float*, int64_t, float*, int64_t, int64_t, bool);
+
+template <int M>
+void row_block_function(const float* tile, int64_t depth, const float* x, int64_t stride, float* y,
+                        int64_t y_stride, int64_t width, bool first) {
+  row_block<M>(tile, depth, x, stride, y, y_stride, width, first);
+}
+
+const RowBlock kRowBlocks[] = {
+    nullptr,
+    row_block_function<1>, row_block_function<2>, row_block_function<3>, row_block_function<4>,
+    row_block_function<5>, row_block_function<6>,
+#if JS_LANES == 16
+    row_block_function<7>, row_block_function<8>, row_block_function<9>, row_block_function<10>,
+    row_block_function<11>, row_block_function<12>,
+#endif
+};
+
+template <class Format>
+void expand(const Matrix& w, const uint8_t* panel, int64_t k0, int64_t k1, float* tile) {
+  Format::visit(w, panel, k0, k1, [&](int64_t k, const vf* column) JS_INLINE_LAMBDA {
+    for (int v = 0; v < NV; v++) {
+      int column_block = v / CV;
+      store(tile + column_block * kReduction * kColumns + (k - k0) * kColumns + v % CV * kLanes,
+            column[v]);
+    }
+  });
+}
+
+template <class Format>
+void many_rows(const Matrix& w, const uint8_t* panel, const float* x, float* y, int64_t rows,
+               int64_t width) {
+  alignas(64) float tile[kReduction * kPanel];
+  int64_t blocks = (rows + kRows - 1) / kRows;
+  for (int64_t k0 = 0; k0 < w.k; k0 += kReduction) {
+    int64_t k1 = k0 + kReduction < w.k ? k0 + kReduction : w.k;
+    expand<Format>(w, panel, k0, k1, tile);
+    for (int64_t column = 0; column < width; column += kColumns) {
+      int64_t some = width - column < kColumns ? width - column : kColumns;
+      const float* part = tile + column / kColumns * kReduction * kColumns;
+      for (int64_t b = 0; b < blocks; b++) {  // blocks of nearly equal height
+        int64_t m0 = b * rows / blocks, m1 = (b + 1) * rows / blocks;
+        kRowBlocks[m1 - m0](part, k1 - k0, x + m0 * w.k + k0, w.k, y + m0 * w.n + column, w.n, some,
+                            k0 == 0);
+      }
+    }
+  }
+}
+
+template <class Format>
+void one_panel(const Matrix& w, int64_t index, const float* x, float* y, int64_t m0, int64_t m1) {
+  const uint8_t* panel = w.panels + index * w.panel_bytes;
+  int64_t first = index * kPanel, width = w.n - first < kPanel ? w.n - first : kPanel;
+  x += m0 * w.k;
+  y += m0 * w.n + first;
+  switch (m1 - m0) {
+    case 1: return few_rows<Format, 1>(w, panel, x, y, width);
+    case 2: return few_rows<Format, 2>(w, panel, x, y, width);
+    case 3: return few_rows<Format, 3>(w, panel, x, y, width);
+    default: return many_rows<Format>(w, panel, x, y, m1 - m0, width);
+  }
+}
+
+template <class Format>
+void one_row(const Matrix& w, int64_t row, float* out) {
+  const uint8_t* panel = w.panels + row / kPanel * w.panel_bytes;
+  int lane = row % kPanel;
+  for (int64_t k0 = 0; k0 < w.k; k0 += kReduction) {
+    int64_t k1 = k0 + kReduction < w.k ? k0 + kReduction : w.k;
+    Format::visit(w, panel, k0, k1, [&](int64_t k, const vf* column) JS_INLINE_LAMBDA {
+      alignas(64) float all[kPanel];
+      for (int v = 0; v < NV; v++) store(all + v * kLanes, column[v]);
+      out[k] = all[lane];
+    });
+  }
+}
+
+template <template <class> class Call, class... Args>
+JS_INLINE void by_format(int format, Args&&... args) {
+  switch (format) {
+    case 0: return Call<DenseF32>::run(args...);
+    case 1: return Call<DenseBF16>::run(args...);
+    case 2: return Call<DenseF16>::run(args...);
+    case 10: return Call<Int4>::run(args...);
+    case 11: return Call<Int8>::run(args...);
+    case 12: return Call<Fp8>::run(args...);
+    case 20: return Call<Q4_0>::run(args...);
+    case 21: return Call<Q4_1>::run(args...);
+    case 22: return Call<Q5_0>::run(args...);
+    case 23: return Call<Q5_1>::run(args...);
+    case 24: return Call<Q8_0>::run(args...);
+    case 25: return Call<KQuant<false>>::run(args...);
+    case 26: return Call<KQuant<true>>::run(args...);
+    case 27: return Call<Q6_K>::run(args...);
+    case 28: return Call<MXFP4>::run(args...);
+  }
+}
+
+template <class Format>
+struct PanelCall {
+  static void run(const Matrix& w, int64_t p, const float* x, float* y, int64_t m0, int64_t m1) {
+    one_panel<Format>(w, p, x, y, m0, m1);
+  }
+};
+
+template <class Format>
+struct RowCall {
+  static void run(const Matrix& w, int64_t row, float* out) { one_row<Format>(w, row, out); }
+};
+
+void panel(const Matrix& w, int64_t p, const float* x, float* y, int64_t m0, int64_t m1) {
+  by_format<PanelCall>(w.format, w, p, x, y, m0, m1);
+}
+
+void take_row(const Matrix& w, int64_t row, float* out) { by_format<RowCall>(w.format, w, row, out); }
+
+}  // namespace
+
+extern const MatmulKernels matmul_kernels = {panel, take_row};
+
+}  // namespace JS_ISA
+}  // namespace jaxserve
