@@ -25,6 +25,14 @@ class FakeTokenizer:
     def vocab_size(self) -> int:
         return len(self.pieces)
 
+    @property
+    def bos_token_id(self) -> int | None:
+        return self.bos
+
+    @property
+    def adds_bos(self) -> bool:
+        return self.bos is not None
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         data = text.encode()
         ids = [self.bos] if add_special_tokens and self.bos is not None else []
