@@ -11,27 +11,58 @@ from jaxserve.core.kv_pool import KVPool
 from jaxserve.core.kv_spec import KVSpec
 from jaxserve.core.ops import Ops
 from jaxserve.core.step_batch import StepBatch
+from pallas_kernels import native
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.quantized_matmul import QuantizedArray, StackedRows, matmul, take_rows
+from pallas_kernels.rms_norm import rms_norm
+
+BACKENDS = ("auto", "reference", "cpu")
+# Made once, because ops are compared: equal engines share programs.
+_NORMS = {backend: partial(rms_norm, backend=backend) for backend in ("reference", "cpu")}
+
+
+def choose_backend(backend: str) -> str:
+    """The backend that "auto" stands for on this machine; any other name as it is.
+
+    Raises NotImplementedError, naming what exists and what would help, for one that cannot run.
+    """
+    if backend not in BACKENDS:
+        raise NotImplementedError(
+            f"there is no attention backend {backend!r}; choose {', '.join(BACKENDS)}"
+        )
+    problem = _no_native_kernels()
+    if backend == "auto":
+        return "cpu" if problem is None else "reference"
+    if backend == "cpu" and problem is not None:
+        raise NotImplementedError(f"the attention backend cpu cannot run here: {problem}")
+    return backend
+
+
+def weight_layout(backend: str) -> str | None:
+    """How the backend wants packable weights kept; None: expanded, as plain arrays."""
+    return "panels" if choose_backend(backend) == "cpu" else None
 
 
 def make_ops(backend: str, kv_spec: KVSpec) -> Ops:
     """The ops of a backend. "auto" takes the best one that exists for this machine.
 
-    Raises NotImplementedError, naming what exists, for any other name.
+    Raises NotImplementedError as `choose_backend` does.
     """
-    if backend not in ("auto", "reference"):
-        raise NotImplementedError(
-            f"there is no attention backend {backend!r}; choose auto or reference"
-        )
+    backend = choose_backend(backend)
     return Ops(
-        name="reference",
+        name=backend,
         attend=PagedAttend(kv_spec),
         linear=linear,
-        rms_norm=rms_norm,
+        rms_norm=_NORMS[backend],
         embed=embed,
     )
+
+
+def _no_native_kernels() -> str | None:
+    if jax.default_backend() != "cpu":
+        return f"JAX runs on {jax.default_backend()}"
+    return native.why_not()
 
 
 def embed(table: Any, tokens: jax.Array) -> jax.Array:
@@ -55,13 +86,6 @@ def linear(x: jax.Array, w: Any, bias: jax.Array | None = None) -> jax.Array:
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return y.astype(x.dtype)
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm (arXiv:1910.07467) of the last axis, in float32."""
-    wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.core.kv_pool import KVPool
+from pallas_kernels.quantized_matmul import QuantizedArray, StackedRows
 
 MODEL_AXIS = "model"
 # Parameter axes that are split over devices; all others are copied to each.
@@ -40,12 +41,21 @@ def param_sharding(
 
 def place_params(mesh: Mesh, params: Any, specs: Any) -> Any:
     """The parameter tree with every leaf where its spec (a tree of the same form) puts it."""
-    leaves, treedef = jax.tree.flatten(params)
+    leaves, treedef = jax.tree.flatten(params, is_leaf=_is_packed)
     placed = [
-        jax.device_put(leaf, param_sharding(mesh, leaf.shape, spec.axes))
+        jax.device_put(leaf, _leaf_sharding(mesh, leaf, spec.axes))
         for leaf, spec in zip(leaves, treedef.flatten_up_to(specs), strict=True)
     ]
     return jax.tree.unflatten(treedef, placed)
+
+
+def _is_packed(leaf: Any) -> bool:
+    return isinstance(leaf, QuantizedArray | StackedRows)
+
+
+def _leaf_sharding(mesh: Mesh, leaf: Any, axes: tuple[str | None, ...]) -> NamedSharding:
+    """Packed matrices are copied to each device: the native kernels that read them do not split."""
+    return replicated(mesh) if _is_packed(leaf) else param_sharding(mesh, leaf.shape, axes)
 
 
 def pool_shardings(mesh: Mesh, pool: KVPool) -> KVPool:

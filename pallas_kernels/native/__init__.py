@@ -6,6 +6,7 @@ references.
 
 import platform
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -15,17 +16,17 @@ import jax
 def why_not() -> str | None:
     """None when the native kernels can be used, else the reason why they cannot."""
     try:
-        from pallas_kernels import _native
+        native = import_module("pallas_kernels._native")
     except ImportError as error:
         return (
             f"the native CPU kernels are not built for {platform.machine()} ({error}); install "
             "a C++ compiler and reinstall jaxserve to get them"
         )
     try:
-        _native.isa()
+        native.isa()
     except RuntimeError as error:
         return str(error)
-    for name, capsule in _native.handlers().items():
+    for name, capsule in native.handlers().items():
         jax.ffi.register_ffi_target(name, capsule, platform="cpu")
     return None
 
@@ -35,9 +36,7 @@ def module() -> Any:
     reason = why_not()
     if reason is not None:
         raise RuntimeError(reason)
-    from pallas_kernels import _native
-
-    return _native
+    return import_module("pallas_kernels._native")
 
 
 def isa() -> str:

@@ -79,8 +79,8 @@ def matmul_panels(x: jax.Array, w: QuantizedArray) -> jax.Array:
     N, K = w.shape
     panels = _panels(w)
     flat = x.reshape(-1, K)
-    call = jax.ffi.ffi_call("jaxserve_matmul", jax.ShapeDtypeStruct((flat.shape[0], N), jnp.float32))
-    y = call(flat, panels, **_attributes(w))
+    out = jax.ShapeDtypeStruct((flat.shape[0], N), jnp.float32)
+    y = jax.ffi.ffi_call("jaxserve_matmul", out)(flat, panels, **_attributes(w))
     return y.reshape(*x.shape[:-1], N)
 
 
@@ -96,7 +96,8 @@ def _panels(w: QuantizedArray) -> jax.Array:
     want = panels_shape(w.format, *w.shape, w.group)
     if panels.shape != want or panels.dtype != jnp.uint8:
         raise ValueError(
-            f"{w.format_name} panels of {w.shape} are uint8 {want}, got {panels.dtype} {panels.shape}"
+            f"{w.format_name} panels of {w.shape} are uint8 {want}, "
+            f"got {panels.dtype} {panels.shape}"
         )
     return panels
 
