@@ -5,6 +5,7 @@ another shape, or holds beyond it, is one error that lists all of it. Silently d
 weights give fluent nonsense that no later test catches.
 """
 
+import math
 import re
 import time
 from collections import deque
@@ -19,11 +20,16 @@ import numpy as np
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.loading.aligned_array import aligned_copy, aligned_empty
+from jaxserve.loading.hf_quantization import may_be_left_over
+from jaxserve.loading.packed_params import load_packed_param
+from jaxserve.loading.quantize_on_load import QuantizingSource
 from jaxserve.loading.random_init import standard_noise
-from jaxserve.loading.tensor_source import TensorSource
+from jaxserve.loading.tensor_source import ArraySource, TensorSource
 from jaxserve.models.base import Config, ModelDef, Params, ParamSpec, WeightNames
+from pallas_kernels.quantized_matmul import QuantizedArray, StackedRows
 
 Progress = Callable[[str], None]
+Leaf = np.ndarray | QuantizedArray | StackedRows  # of a parameter tree, on the host
 
 MAX_LISTED = 12  # tensors an error names; it counts the rest
 NORMAL_STD = 0.02  # of ParamSpec's init "normal"
@@ -45,8 +51,9 @@ class _Param:
     dtype: np.dtype
 
     @property
-    def num_bytes(self) -> int:
-        return int(np.prod(self.spec.shape)) * self.dtype.itemsize
+    def size(self) -> int:
+        """Numbers it stands for."""
+        return math.prod(self.spec.shape)
 
 
 def assemble(
@@ -55,28 +62,50 @@ def assemble(
     source: TensorSource,
     dtype: str,
     progress: Progress | None = None,
+    layout: str | None = None,
 ) -> Params:
     """The tree of model.param_specs(config), filled from `source`, on the default device.
 
-    dtype: numpy name of the parameters' type where a spec does not pin one. Host memory holds two
-    tensors beside the result at most. Raises ModelLoadError listing every tensor that is missing,
-    left over or misshaped.
+    dtype: numpy name of the parameters' type where a spec does not pin one. layout: None for plain
+    arrays only; "rows" or "panels" to keep every packable parameter as the file packs it, in that
+    layout (a QuantizedArray, or StackedRows of several). Host memory holds two parameters beside
+    the result at most. Raises ModelLoadError listing every tensor that is missing, left over or
+    misshaped.
     """
     params, treedef = _params(model, config, dtype)
     _check_tensors(params, source)
 
-    def load(param: _Param) -> np.ndarray:
+    def load(param: _Param) -> Leaf:
+        if layout is not None and param.spec.packable:
+            return load_packed_param(source, param.names, param.dtype, layout)
         return _load_joined(source, param)
 
     return jax.tree.unflatten(treedef, _on_device(load, params, progress))
 
 
-def random_params(model: ModelDef, config: Config, seed: int, dtype: str) -> Params:
+def random_params(
+    model: ModelDef,
+    config: Config,
+    seed: int,
+    dtype: str,
+    layout: str | None = None,
+    quantization: str | None = None,
+) -> Params:
     """The same tree, drawn: each parameter from the seed and its own path, by its spec's init.
 
-    Equal on every machine (see random_init), up to the rounding to `dtype`.
+    Equal on every machine (see random_init), up to the rounding to `dtype`. layout: as in
+    assemble; with one, quantization packs the packable parameters (see QuantizingSource).
     """
     params, treedef = _params(model, config, dtype)
+
+    def make(param: _Param) -> Leaf:
+        values = draw(param)
+        if layout is None or not param.spec.packable:
+            return values
+        source: TensorSource = ArraySource({param.names[0]: values}, param.path)
+        if quantization is not None:
+            source = QuantizingSource(source, quantization)
+        return load_packed_param(source, param.names[:1], param.dtype, layout)
 
     def draw(param: _Param) -> np.ndarray:
         if param.spec.init == "zeros":
@@ -86,7 +115,7 @@ def random_params(model: ModelDef, config: Config, seed: int, dtype: str) -> Par
         noise = standard_noise(f"{seed}:{param.path}", param.spec.shape)
         return aligned_copy(np.float32(NORMAL_STD) * noise, param.dtype)
 
-    return jax.tree.unflatten(treedef, _on_device(draw, params, None))
+    return jax.tree.unflatten(treedef, _on_device(make, params, None))
 
 
 def _params(model: ModelDef, config: Config, dtype: str) -> tuple[list[_Param], Any]:
@@ -120,7 +149,11 @@ def _check_tensors(params: list[_Param], source: TensorSource) -> None:
     wanted = {name for param in params for name in param.names}
     missing = [source.label(name) for name in sorted(wanted - present, key=_natural)]
     known = _known_extras(wanted)
-    surplus = [name for name in sorted(present - wanted, key=_natural) if not known(name)]
+    surplus = [
+        name
+        for name in sorted(present - wanted, key=_natural)
+        if not known(name) and not may_be_left_over(source, name)
+    ]
     misshaped = [
         problem
         for param in params
@@ -192,22 +225,23 @@ def _load_joined(source: TensorSource, param: _Param) -> np.ndarray:
 
 
 def _on_device(
-    make: Callable[[_Param], np.ndarray], params: list[_Param], progress: Progress | None
-) -> list[jax.Array]:
+    make: Callable[[_Param], Leaf], params: list[_Param], progress: Progress | None
+) -> list[Any]:
     """make(param) on worker threads, a few ahead; the results on the device, in order."""
-    total = sum(param.num_bytes for param in params)
-    done, last_told = 0, time.monotonic()
-    arrays: list[jax.Array] = []
-    pending: deque[Future[np.ndarray]] = deque()
+    total = sum(param.size for param in params)
+    done, held, last_told = 0, 0, time.monotonic()
+    arrays: list[Any] = []
+    pending: deque[Future[Leaf]] = deque()
     with ThreadPoolExecutor(_WORKERS, thread_name_prefix="weights") as pool:
         for param in params:
             pending.append(pool.submit(make, param))
             if len(pending) < _WORKERS:
                 continue
             arrays.append(jax.device_put(pending.popleft().result()))
-            done += arrays[-1].nbytes
+            done += params[len(arrays) - 1].size
+            held += arrays[-1].nbytes
             if progress is not None and time.monotonic() - last_told > _PROGRESS_SECONDS:
-                progress(f"weights: {100 * done // total} % of {total / 1e6:.0f} MB")
+                progress(f"weights: {100 * done // total} % read, {held / 1e6:.0f} MB in memory")
                 last_told = time.monotonic()
         arrays += [jax.device_put(future.result()) for future in pending]
     return arrays

@@ -22,11 +22,12 @@ from jaxserve.loading.gguf_config import hf_config
 from jaxserve.loading.gguf_file import GGUFFile
 from jaxserve.loading.gguf_tensors import GGUFTensors
 from jaxserve.loading.gguf_tokenizer import tokenizer_from_gguf
+from jaxserve.loading.hf_quantization import open_quantized
 from jaxserve.loading.hf_tokenizer import tokenizer_from_folder
 from jaxserve.loading.hub import resolve
 from jaxserve.loading.json_file import read_json_object
 from jaxserve.loading.loaded_model import LoadedModel
-from jaxserve.loading.safetensors_file import SafetensorsFolder
+from jaxserve.loading.quantize_on_load import QuantizingSource
 from jaxserve.loading.tensor_source import TensorSource
 from jaxserve.loading.tokenizer import Tokenizer
 from jaxserve.models.base import Config, ModelDef
@@ -55,13 +56,17 @@ def load_model(
     model_file: str | None = None,
     random_weights_seed: int | None = None,
     progress: Progress | None = None,
+    weight_layout: str | None = None,
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Load a pulled model by name, a .gguf file, or a Hugging Face folder with safetensors.
 
     dtype: of the parameters: float32, bfloat16, or auto (bfloat16 except on CPU). model_file: a
     Python file that ends in MODEL, used instead of the built-in family. random_weights_seed: draw
     the weights from the model's specs instead of reading them. progress: is told what was done,
-    how long it took, and how far a long phase is.
+    how long it took, and how far a long phase is. weight_layout: None expands packed weights to
+    plain arrays; "rows" or "panels" keeps them packed (see assemble). quantization: int8 or int4
+    packs a plain checkpoint's matrices while they are read, which needs a weight_layout.
 
     Raises ModelLoadError, which names file and tensor, and PullError for an unknown name.
     """
@@ -70,6 +75,8 @@ def load_model(
         raise ModelLoadError(f"dtype is {dtype[:40]!r}; choose {', '.join(DTYPES)}")
     if dtype == "auto":
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if quantization is not None and weight_layout is None:
+        raise ModelLoadError(f"quantization {quantization[:40]!r} needs weights that stay packed")
     path = resolve(name_or_path)
     with _phase(tell, f"read header and tokenizer of {path.name}"):
         checkpoint = _open_folder(path) if path.is_dir() else _open_gguf(path)
@@ -77,10 +84,15 @@ def load_model(
         config = _model_config(model, checkpoint.config, path)
     if random_weights_seed is not None:
         with _phase(tell, f"drew {dtype} weights from seed {random_weights_seed}"):
-            params = random_params(model, config, random_weights_seed, dtype)
+            params = random_params(
+                model, config, random_weights_seed, dtype, weight_layout, quantization
+            )
     else:
-        with _phase(tell, f"loaded weights as {dtype}"):
-            params = assemble(model, config, checkpoint.open_tensors(), dtype, progress)
+        with _phase(tell, _how_loaded(dtype, weight_layout, quantization)):
+            source = checkpoint.open_tensors()
+            if quantization is not None:
+                source = QuantizingSource(source, quantization)
+            params = assemble(model, config, source, dtype, progress, weight_layout)
     return LoadedModel(
         name=_served_name(name_or_path, path),
         model=model,
@@ -93,6 +105,12 @@ def load_model(
         max_model_len=config.max_position_embeddings,
         sampling_defaults=checkpoint.sampling_defaults,
     )
+
+
+def _how_loaded(dtype: str, weight_layout: str | None, quantization: str | None) -> str:
+    if weight_layout is None:
+        return f"loaded weights as {dtype}"
+    return f"loaded weights packed{f' as {quantization}' if quantization else ''}"
 
 
 def _open_gguf(path: Path) -> _Checkpoint:
@@ -118,13 +136,6 @@ def _open_gguf(path: Path) -> _Checkpoint:
 
 def _open_folder(path: Path) -> _Checkpoint:
     config = read_json_object(path / "config.json")
-    quantization = config.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise ModelLoadError(
-            f"{path / 'config.json'}: the weights are quantised ({str(method)[:40]}); "
-            "take the unquantised checkpoint, or a GGUF"
-        )
     tokenizer = _naming(path, lambda: tokenizer_from_folder(path))
     return _Checkpoint(
         config=config,
@@ -132,7 +143,7 @@ def _open_folder(path: Path) -> _Checkpoint:
         chat_template=_naming(path, lambda: template_from_folder(path, tokenizer)),
         eos_token_ids=folder_eos_ids(config, path, tokenizer),
         sampling_defaults=folder_sampling_defaults(path),
-        open_tensors=lambda: SafetensorsFolder(path),
+        open_tensors=lambda: open_quantized(path, config),
     )
 
 

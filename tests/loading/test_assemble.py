@@ -244,7 +244,9 @@ def test_progress_counts_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> Non
     told: list[str] = []
     config = MODEL.config_from_hf(LLAMA)
     assemble(MODEL, config, ArraySource(tiny_tensors(LLAMA)), "float32", told.append)
-    percent = [int(re.fullmatch(r"weights: (\d+) % of 0 MB", text)[1]) for text in told]  # type: ignore[index]
+    percent = [
+        int(re.fullmatch(r"weights: (\d+) % read, 0 MB in memory", text)[1]) for text in told
+    ]  # type: ignore[index]
     assert percent == sorted(percent)
     assert 80 < percent[-1] <= 100
 

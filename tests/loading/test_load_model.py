@@ -166,7 +166,7 @@ def test_a_model_file_takes_the_place_of_the_family(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"quantization_config": {"quant_method": "gptq"}}, r"quantised \(gptq\)"),
+        ({"quantization_config": {"quant_method": "new"}}, "weights are quantised by 'new'"),
         ({"architectures": None}, "names no architectures"),
         ({"architectures": []}, "names no architectures"),
         ({"hidden_size": "wide"}, "hidden_size is wide"),

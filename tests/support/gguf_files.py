@@ -29,7 +29,8 @@ def write_gguf(
     tensors: Mapping[str, np.ndarray],
     types: Mapping[str, GGMLQuantizationType] | None = None,
 ) -> Path:
-    """A file of these tensors; those named in `types` are quantised, the others keep their type."""
+    """A file of these tensors; those named in `types` are quantised (bytes, uint8, are taken as
+    quantised already), the others keep their type."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
         if isinstance(value, list):
@@ -41,7 +42,8 @@ def write_gguf(
         if kind is None:
             writer.add_tensor(name, np.ascontiguousarray(array))
         else:
-            writer.add_tensor(name, gguf.quantize(array, kind), raw_dtype=kind)
+            packed = array if array.dtype == np.uint8 else gguf.quantize(array, kind)
+            writer.add_tensor(name, packed, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -108,6 +110,29 @@ def permute(tensor: np.ndarray, heads: int) -> np.ndarray:
         for half in range(2)
     ]
     return tensor[order]
+
+
+def random_packed(
+    shape: tuple[int, int], kind: GGMLQuantizationType, rng: np.random.Generator
+) -> np.ndarray:
+    """Bytes of a matrix of this type, which the gguf package need not be able to quantise to, with
+    scales of a layer's size: uint8 [rows, bytes]."""
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    count = shape[0] * shape[1] // block_size
+    blocks = rng.integers(0, 256, (count, block_bytes), np.uint8)
+    for offset in _HALVES[kind]:
+        halves = rng.normal(scale=0.02, size=(count, 1)).astype(np.float16)
+        blocks[:, offset : offset + 2] = halves.view(np.uint8)
+    if kind == Q.MXFP4:
+        blocks[:, 0] = rng.integers(118, 126, count)
+    return blocks.reshape(shape[0], -1)
+
+
+# Where a block has float16 numbers: its scale, and its offset or the scale of its minima.
+_HALVES = {
+    Q.Q4_0: (0,), Q.Q4_1: (0, 2), Q.Q5_0: (0,), Q.Q5_1: (0, 2), Q.Q8_0: (0,), Q.MXFP4: (),
+    Q.Q4_K: (0, 2), Q.Q5_K: (0, 2), Q.Q6_K: (208,), Q.Q2_K: (80, 82), Q.IQ4_NL: (0,),
+}  # fmt: skip
 
 
 def tokenizer_metadata() -> dict[str, Any]:

@@ -9,12 +9,8 @@ import numpy as np
 
 from pallas_kernels.quantized_matmul import FORMATS, QuantizedArray
 from pallas_kernels.quantized_matmul.cases import Case
+from tests.support.gguf_files import Q, random_packed
 
-# Where a block type has float16 numbers: offsets of its scale, and of its offset or minimum scale.
-_HALVES = {
-    "q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,),
-    "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "mxfp4": (),
-}  # fmt: skip
 _DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
 
@@ -27,7 +23,9 @@ def random_array(case: Case, seed: int = 0) -> QuantizedArray:
         values = rng.normal(size=(N, K)).astype(_DTYPES[form.name])
         return QuantizedArray({"values": values}, form.name, (N, K))
     if form.kind == "blocks":
-        return QuantizedArray({"blocks": _random_blocks(case, rng)}, form.name, (N, K))
+        return QuantizedArray(
+            {"blocks": random_packed((N, K), Q[form.name.upper()], rng)}, form.name, (N, K)
+        )
     groups = (N, K // case.group)
     scales = rng.uniform(0.001, 0.1, groups).astype(np.float32)
     parts: dict[str, np.ndarray] = {"scales": scales}
@@ -45,18 +43,6 @@ def random_array(case: Case, seed: int = 0) -> QuantizedArray:
     if case.perm:
         parts["perm"] = rng.permutation(K).astype(np.int32)
     return QuantizedArray(parts, form.name, (N, K), case.group)
-
-
-def _random_blocks(case: Case, rng: np.random.Generator) -> np.ndarray:
-    form = FORMATS[case.format_name]
-    count = case.N * case.K // form.block_size
-    blocks = rng.integers(0, 256, (count, form.block_bytes), np.uint8)
-    for offset in _HALVES[form.name]:
-        halves = rng.normal(scale=0.02, size=(count, 1)).astype(np.float16)
-        blocks[:, offset : offset + 2] = halves.view(np.uint8)
-    if form.name == "mxfp4":
-        blocks[:, 0] = rng.integers(118, 128, count)
-    return blocks.reshape(case.N, -1)
 
 
 def expansion(w: QuantizedArray) -> np.ndarray:
