@@ -23,7 +23,7 @@ LAYERS = (
     ("jaxserve.loading",),
     ("jaxserve.engine",),
     ("jaxserve.llm",),
-    ("jaxserve.server", "jaxserve.bench"),
+    ("jaxserve.server", "jaxserve.bench", "jaxserve.eval"),
     ("jaxserve.cli",),
     ("jaxserve.__main__",),
     ("jaxserve",),  # the package itself hands out LLM and SamplingParams
@@ -131,6 +131,7 @@ def test_layers_import_downwards_only():
         ("jaxserve.core.ops", "from jaxserve.core import kv_pool", 0),
         ("jaxserve.layers.mlp", "from jaxserve.sampling import masks", 1),
         ("jaxserve.server.app", "from jaxserve.bench import report", 1),
+        ("jaxserve.eval.report", "from jaxserve.bench import progress", 1),
         ("jaxserve.engine.engine", "from jaxserve.models.base import ModelDef", 0),
         ("jaxserve.engine.engine", "from jaxserve import LLM", 1),
         ("pallas_kernels.x", "from jaxserve.core.step_batch import StepBatch", 1),

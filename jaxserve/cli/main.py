@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from jaxserve.cli import bench, chat, generate, pull, serve
+from jaxserve.cli import bench, chat, evaluate, generate, pull, serve
 
 app = typer.Typer(
     name="jaxserve",
@@ -34,7 +34,7 @@ def _options(
     """Options of the command itself."""
 
 
-for module in (serve, chat, generate, pull, bench):
+for module in (serve, chat, generate, pull, bench, evaluate):
     module.register(app)
 
 

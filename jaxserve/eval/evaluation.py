@@ -114,8 +114,9 @@ def evaluate(
         _check_numbers(scores.baseline.logprob, "the baseline")
         _check_numbers(scores.kl, "KL divergence")
     num_bytes = _scored_bytes(model.tokenizer, text.ids, total)
-    report = {"context": context, "stride": stride, "num_windows": len(windows)}
-    report |= summarize(scores, num_bytes) | {"weight_bytes": _weight_bytes(model)}
+    report: dict[str, Any] = {"context": context, "stride": stride, "num_windows": len(windows)}
+    report |= summarize(scores, num_bytes)
+    report |= {"served": served.describe(), "weight_bytes": _weight_bytes(model)}
     if baseline is not None:
         report["baseline"]["weight_bytes"] = _weight_bytes(baseline)
     return report

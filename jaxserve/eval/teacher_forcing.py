@@ -9,6 +9,7 @@ engine keeps those it samples from.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 
@@ -27,6 +28,7 @@ from jaxserve.loading.loaded_model import LoadedModel
 from jaxserve.models.base import Config, ModelDef, Params
 from jaxserve.models.contract import check_contract
 from jaxserve.sampling_params import SamplingParams
+from pallas_kernels.quantized_matmul import QuantizedArray
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,13 @@ class TeacherForced:
         model = self._model
         return Head(model.model, model.config, self._ops, model.vocab_size)
 
+    def describe(self) -> str:
+        """How it is served: the formats of its matrices, the backend, the cache's type."""
+        leaves = jax.tree.leaves(self.params, is_leaf=_is_packed)
+        formats = {leaf.format_name if _is_packed(leaf) else leaf.dtype.name for leaf in leaves}
+        cache = self._pool.keys[0].dtype.name
+        return f"weights {', '.join(sorted(formats))}; backend {self._ops.name}; KV cache {cache}"
+
     def run(self, token_ids: Sequence[int]) -> Iterator[Chunk]:
         """The window's chunks in order; the pool is overwritten from its first page."""
         own_pages = list(range(1, self._pages + 1))
@@ -99,6 +108,10 @@ class TeacherForced:
                 self._model.model, self._model.config, self._ops, self.params, self._pool, batch
             )
             yield Chunk(start, length, hidden)
+
+
+def _is_packed(node: Any) -> bool:
+    return isinstance(node, QuantizedArray)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
