@@ -41,6 +41,7 @@ def chat_command(
     repetition_penalty: sampling.RepetitionPenalty = None,
     sampling_seed: sampling.Seed = None,
     dtype: opt.Dtype = opt.DEFAULTS.dtype,
+    quantization: opt.Quantization = None,
     max_model_len: opt.MaxModelLen = None,
     kv_memory: opt.KVMemory = opt.DEFAULTS.kv_memory,
     model_file: opt.ModelFile = None,
@@ -66,7 +67,8 @@ def chat_command(
 
     from jaxserve.cli.engine_start import start_engine
 
-    started = start_engine(opt.EngineOptions(model, config, model_file, chat_template), say)
+    options = opt.EngineOptions(model, config, model_file, chat_template, quantization)
+    started = start_engine(options, say)
     try:
         params = sampling.make_params(started.model.sampling_defaults, given)
         conversation = Conversation(started, params, system)

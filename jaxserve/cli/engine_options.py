@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -39,6 +39,16 @@ Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A pulled model's name, a .gguf file or a folder.")
 ]
 Dtype = Annotated[str, _option("--dtype", help="auto, float32 or bfloat16. auto: float32 on CPUs.")]
+Quantization = Annotated[
+    Literal["int8", "int4"] | None,
+    typer.Option(
+        "--quantization",
+        help="Pack a plain checkpoint's matrices while loading: int8 or int4. Checkpoints that are "
+        "quantised already need no option.",
+        show_default="as the checkpoint has them",
+        rich_help_panel=_PANEL,
+    ),
+]
 MaxModelLen = Annotated[
     int | None,
     _option("--max-model-len", help="Tokens of prompt and output. Default: the model's limit."),
@@ -112,3 +122,4 @@ class EngineOptions:
     config: EngineConfig
     model_file: Path | None = None
     chat_template: Path | None = None
+    quantization: str | None = None

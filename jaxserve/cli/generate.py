@@ -37,6 +37,7 @@ def generate_command(
     sampling_seed: sampling.Seed = None,
     stop: sampling.Stop = None,
     dtype: opt.Dtype = opt.DEFAULTS.dtype,
+    quantization: opt.Quantization = None,
     max_model_len: opt.MaxModelLen = None,
     kv_memory: opt.KVMemory = opt.DEFAULTS.kv_memory,
     model_file: opt.ModelFile = None,
@@ -64,7 +65,8 @@ def generate_command(
     from jaxserve.cli.engine_start import start_engine
     from jaxserve.cli.text_run import TextRun
 
-    started = start_engine(opt.EngineOptions(model, config, model_file), say)
+    options = opt.EngineOptions(model, config, model_file, quantization=quantization)
+    started = start_engine(options, say)
     try:
         params = sampling.make_params(started.model.sampling_defaults, given)
         tokenizer = started.model.tokenizer

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from jaxserve.core.backends import weight_layout
 from jaxserve.errors import ModelLoadError
 from jaxserve.loading.packed_codes import pack_nibbles
 from jaxserve.loading.tensor_source import TensorSource
@@ -20,6 +21,14 @@ INT4_GROUP = 32
 _WEIGHTS_AT_ONCE = 1 << 18  # bounds what the rounding needs beside the matrix
 _TRIED_SHARES = (1.05, 0.95, 0.9)  # of a group's range; more gain less than a hundredth
 _KEPT_INT8 = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+def kept_layout(backend: str, scheme: str | None) -> str | None:
+    """The layout to load weights in: the backend's, and "rows" where it has none but is asked to.
+
+    backend: EngineConfig.attention_backend. scheme: None leaves the checkpoint as it is.
+    """
+    return weight_layout(backend) or (None if scheme is None else "rows")
 
 
 class QuantizingSource:

@@ -114,9 +114,10 @@ def test_generate_stops_before_a_text(start: FakeStart) -> None:
 
 def test_engine_options_reach_the_engine(start: FakeStart) -> None:
     arguments = ["generate", "fake", "x", "--kv-memory", "64MiB", "--max-model-len", "99"]
-    CliRunner().invoke(app, [*arguments, "--dtype", "bfloat16"])
+    CliRunner().invoke(app, [*arguments, "--dtype", "bfloat16", "--quantization", "int4"])
     config = start.options[0].config
     assert (config.kv_memory, config.max_model_len, config.dtype) == (64 << 20, 99, "bfloat16")
+    assert start.options[0].quantization == "int4"
 
 
 def test_chat_template_file_knows_the_special_tokens(tmp_path: Path) -> None:

@@ -199,8 +199,10 @@ def test_options_reach_server_and_engine(start: FakeStart) -> None:
 
     arguments = ["--api-key", "key", "--served-model-name", "a", "--served-model-name", "b"]
     arguments += ["--max-num-seqs", "3", "--kv-cache-memory-bytes", "1000000", "--log-requests"]
+    arguments += ["--quantization", "int8"]
     result, failures = serve_while(drive, *arguments)
     assert not failures
     assert result.exit_code == 0
     config = start.options[0].config
     assert (config.max_batch_rows, config.kv_memory) == (3, 1_000_000)
+    assert start.options[0].quantization == "int8"
