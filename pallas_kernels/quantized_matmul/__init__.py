@@ -9,6 +9,7 @@ from pallas_kernels.quantized_matmul.cpu import matmul_panels, pack_panels, take
 from pallas_kernels.quantized_matmul.formats import FORMATS, Format
 from pallas_kernels.quantized_matmul.reference import (
     dequantize,
+    in_input_order,
     matmul_reference,
     take_rows_reference,
 )
@@ -51,13 +52,24 @@ def matmul(x: jax.Array, w: QuantizedArray | StackedRows) -> jax.Array:
 
 
 def take_rows(w: QuantizedArray | StackedRows, rows: jax.Array) -> jax.Array:
-    """Rows [T] int32 of packed w [N, K], expanded: float32 [T, K]. Ids are clipped to 0..N-1.
-
-    A table with a column order of its own, or in several pieces, is expanded by the reference.
-    """
-    if isinstance(w, QuantizedArray) and w.layout == "panels" and "perm" not in w.parts:
-        return take_rows_panels(w, rows)
+    """Rows [T] int32 of packed w [N, K], expanded: float32 [T, K]. Ids are clipped to 0..N-1."""
+    if isinstance(w, StackedRows):
+        return _take_stacked(w, rows)
+    if w.layout == "panels":
+        return in_input_order(w, take_rows_panels(w, rows))
     return take_rows_reference(w, rows)
+
+
+def _take_stacked(w: StackedRows, rows: jax.Array) -> jax.Array:
+    """Every piece is asked for all rows, its own being kept: such a table is rare."""
+    rows = jnp.clip(rows, 0, w.shape[0] - 1)
+    taken = jnp.zeros((rows.shape[0], w.shape[1]), jnp.float32)
+    start = 0
+    for piece in w.pieces:
+        inside = (rows >= start) & (rows < start + piece.shape[0])
+        taken = jnp.where(inside[:, None], take_rows(piece, rows - start), taken)
+        start += piece.shape[0]
+    return taken
 
 
 def repack(w: QuantizedArray, layout: str) -> QuantizedArray:
@@ -67,6 +79,8 @@ def repack(w: QuantizedArray, layout: str) -> QuantizedArray:
     checked about it), NotImplementedError for an unknown layout.
     """
     check_array(w)
+    if w.layout != "rows":
+        raise ValueError(f"only the layout 'rows' can be repacked, got {w.layout!r}")
     if layout == "rows":
         return w
     if layout == "panels":

@@ -24,7 +24,11 @@ def dequantize(w: QuantizedArray | StackedRows) -> jax.Array:
     """
     if isinstance(w, StackedRows):
         return jnp.concatenate([dequantize(piece) for piece in w.pieces])
-    kept = _expand(w)
+    return in_input_order(w, _expand(w))
+
+
+def in_input_order(w: QuantizedArray, kept: jax.Array) -> jax.Array:
+    """Rows [T, K] of w in the column order it is kept in, with the columns put back."""
     perm = w.parts.get("perm")
     return kept if perm is None else jnp.zeros_like(kept).at[:, perm].set(kept)
 
@@ -37,31 +41,17 @@ def matmul_reference(x: jax.Array, w: QuantizedArray) -> jax.Array:
     )
 
 
-def take_rows_reference(w: QuantizedArray | StackedRows, rows: jax.Array) -> jax.Array:
+def take_rows_reference(w: QuantizedArray, rows: jax.Array) -> jax.Array:
     """Rows [T] int32 of w [N, K], expanded: float32 [T, K], columns in the order of the inputs.
 
     Row ids are clipped to 0..N-1.
     """
-    if isinstance(w, StackedRows):
-        return _take_stacked(w, rows)
-    shape = (rows.shape[0], w.shape[1])
     parts = {
         name: part if name == "perm" else jnp.take(part, rows, axis=0, mode="clip")
         for name, part in w.parts.items()
     }
+    shape = (rows.shape[0], w.shape[1])
     return dequantize(QuantizedArray(parts, w.format_name, shape, w.group, w.layout))
-
-
-def _take_stacked(w: StackedRows, rows: jax.Array) -> jax.Array:
-    rows = jnp.clip(rows, 0, w.shape[0] - 1)
-    taken = jnp.zeros((rows.shape[0], w.shape[1]), jnp.float32)
-    start = 0
-    for piece in w.pieces:
-        end = start + piece.shape[0]
-        inside = (rows >= start) & (rows < end)
-        taken = jnp.where(inside[:, None], take_rows_reference(piece, rows - start), taken)
-        start = end
-    return taken
 
 
 def _expand(w: QuantizedArray) -> jax.Array:

@@ -26,8 +26,6 @@ from pallas_kernels import native
 from pallas_kernels.quantized_matmul import (
     QuantizedArray,
     StackedRows,
-    check_array,
-    dequantize,
     matmul,
     take_rows,
 )
@@ -57,6 +55,9 @@ BLOCK_TYPES = [
 ]  # fmt: skip
 
 
+expand = jax.jit(take_rows)
+
+
 def is_packed(node: Any) -> bool:
     return isinstance(node, Packed)
 
@@ -67,11 +68,9 @@ def leaves(params: Any) -> list[Any]:
 
 def rows_of(packed: Packed) -> np.ndarray:
     """All rows, expanded by the oracle, or by whatever reads the layout."""
-    if isinstance(packed, StackedRows):
-        return np.concatenate([rows_of(piece) for piece in packed.pieces])
-    if packed.layout == "rows":
+    if isinstance(packed, QuantizedArray) and packed.layout == "rows":
         return expansion(packed)
-    return np.asarray(take_rows(packed, jnp.arange(packed.shape[0])))
+    return np.asarray(expand(packed, jnp.arange(packed.shape[0])))
 
 
 def check_same(packed: Any, plain: Any, packable: int) -> None:
@@ -232,8 +231,7 @@ def test_groups_join_with_their_scales_zeros_and_column_order(layout: str) -> No
     assert isinstance(packed, StackedRows)
     assert [piece.shape[0] for piece in packed.pieces] == [38, 5, 5, 5]
     want = np.concatenate([expansion(w) for w in all_five])
-    if layout == "rows":
-        np.testing.assert_array_equal(rows_of(packed), want)
+    np.testing.assert_allclose(rows_of(packed), want, rtol=1e-6, atol=1e-6)
     x = np.random.default_rng(5).normal(size=(3, 64)).astype(np.float32)
     products = jax.jit(matmul)(jnp.asarray(x), packed)
     np.testing.assert_allclose(products, x @ want.T, rtol=1e-4, atol=1e-4)
@@ -324,28 +322,24 @@ def test_load_model_packs_a_plain_file(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2", "gemma3-270m"])
 def test_the_models_that_pull_brings_are_their_float32_expansion(name: str) -> None:
-    """Every matrix of the file, bit for bit, and in the native layout within a rounding."""
+    """Every matrix of the file, within a rounding, in the layout that is served from.
+
+    Of tables that are longer than any other matrix, every 37th row is compared.
+    """
     file = GGUFFile(resolve(name))
-    config = hf_config(file)
-    source = GGUFTensors(file, config["num_attention_heads"], config["num_key_value_heads"])
-    model = find_model(config["architectures"][0])
-    packed_tree = assemble(
-        model, model.config_from_hf(config), source, "float32", layout=LAYOUTS[-1]
-    )
-    trees = leaves(packed_tree), leaves(model.weight_names(model.config_from_hf(config)))
-    expand = jax.jit(dequantize)
-    for leaf, names in zip(*trees, strict=True):
-        if not is_packed(leaf):
-            continue
+    hf = hf_config(file)
+    source = GGUFTensors(file, hf["num_attention_heads"], hf["num_key_value_heads"])
+    model = find_model(hf["architectures"][0])
+    config = model.config_from_hf(hf)
+    params = assemble(model, config, source, "float32", layout=LAYOUTS[-1])
+    count = 0
+    for leaf, names in zip(leaves(params), leaves(model.weight_names(config)), strict=True):
         row = 0
-        for tensor in names.names:
-            packed, plain = source.load_packed(tensor), source.load(tensor)
-            check_array(packed)
-            for start in range(0, len(plain), 8192):
-                want = plain[start : start + 8192]
-                parts = {"blocks": packed.parts["blocks"][start : start + 8192]}
-                piece = replace(packed, parts=parts, shape=want.shape)
-                np.testing.assert_array_equal(expand(piece), want)
-                rows = jnp.arange(row, row + len(want))
-                np.testing.assert_allclose(take_rows(leaf, rows), want, rtol=1e-6, atol=1e-7)
-                row += len(want)
+        for tensor in names.names if is_packed(leaf) else ():
+            want = source.load(tensor)
+            some = slice(None, None, 37 if len(want) > 8192 else 1)
+            rows = jnp.arange(row, row + len(want))[some]
+            np.testing.assert_allclose(expand(leaf, rows), want[some], rtol=1e-6, atol=1e-7)
+            row += len(want)
+            count += 1
+    assert count == sum(len(file.shape(tensor)) == 2 for tensor in file.names())

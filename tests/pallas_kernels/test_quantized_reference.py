@@ -18,6 +18,7 @@ from pallas_kernels.quantized_matmul import (
     check_array,
     dequantize,
     matmul,
+    repack,
     take_rows,
 )
 from pallas_kernels.quantized_matmul.cases import CASES, Case
@@ -149,6 +150,8 @@ def test_the_reference_refuses_another_layout() -> None:
     w = replace(random_array(Case("q4_0", 2, 32)), layout="panels")
     with pytest.raises(ValueError, match="'rows', got 'panels'"):
         dequantize(w)
+    with pytest.raises(ValueError, match="only the layout 'rows' can be repacked, got 'panels'"):
+        repack(replace(w, parts={"panels": np.zeros((1, 576), np.uint8)}), "rows")
     with pytest.raises(ValueError, match=r"activations \(1, 33\) do not fit a matrix \(2, 32\)"):
         matmul(jnp.ones((1, 33)), replace(w, layout="rows"))
 
