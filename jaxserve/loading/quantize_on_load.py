@@ -19,7 +19,7 @@ SCHEMES = ("int8", "int4")
 INT4_GROUP = 32
 
 _WEIGHTS_AT_ONCE = 1 << 18  # bounds what the rounding needs beside the matrix
-_TRIED_SHARES = (1.05, 0.95, 0.9)  # of a group's range; more gain less than a hundredth
+_TRIED_SHARES = (1.0, 1.05, 0.95, 0.9)  # of a group's range; more gain less than a hundredth
 _KEPT_INT8 = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -98,8 +98,8 @@ def quantize_int4(values: np.ndarray) -> QuantizedArray:
     zeros = np.empty((N, G), np.uint8)
     for piece in _pieces(N, K):
         groups = values[piece].astype(np.float32).reshape(-1, INT4_GROUP)
-        code, scale, zero = _best_range(groups)
-        codes[piece] = pack_nibbles(code.reshape(-1, K))
+        code, scale, zero = _best_range(np.ascontiguousarray(groups.T))
+        codes[piece] = pack_nibbles(code.astype(np.uint8).T.reshape(-1, K))
         scales[piece] = scale.reshape(-1, G)
         zeros[piece] = zero.reshape(-1, G)
     parts = {"codes": codes, "scales": scales, "zeros": zeros}
@@ -107,40 +107,42 @@ def quantize_int4(values: np.ndarray) -> QuantizedArray:
 
 
 def _best_range(groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes uint8 [R, 32], scales and zero points [R, 1] of groups float32 [R, 32]."""
-    low = np.minimum(groups.min(axis=1, keepdims=True), 0)
-    high = np.maximum(groups.max(axis=1, keepdims=True), 0)
-    best = _rounded(groups, low, high)
-    least = _squared_error(groups, *best)
+    """Codes [32, R], scales and zero points [R] of groups [32, R]; all are float32.
+
+    The long axis is the inner one, where numpy is several times faster.
+    """
+    low, high = np.minimum(groups.min(axis=0), 0), np.maximum(groups.max(axis=0), 0)
+    least = np.full(low.shape, np.inf, np.float32)
+    scale, zero = np.zeros_like(low), np.zeros_like(low)
     for share in _TRIED_SHARES:
-        tried = _rounded(groups, low * share, high * share)
-        error = _squared_error(groups, *tried)
+        tried = (high - low) * np.float32(share / 15)
+        at = np.rint(-low * np.float32(share) / _divisor(tried))
+        error = _squared_error(groups, tried, at)
         better = error < least
-        best = (
-            np.where(better, tried[0], best[0]),
-            np.where(better, tried[1], best[1]),
-            np.where(better, tried[2], best[2]),
-        )
-        least = np.minimum(error, least)
-    return best
+        for kept, new in ((least, error), (scale, tried), (zero, at)):
+            np.copyto(kept, new, where=better)
+    return _codes(groups, scale, zero), scale, zero
 
 
-def _rounded(
-    groups: np.ndarray, low: np.ndarray, high: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes of the range low <= 0 <= high [R, 1]; what is outside gets the nearest end."""
-    scale = (high - low) / np.float32(15)
-    divisor = np.where(scale == 0, 1, scale)
-    zero = np.rint(-low / divisor)
-    codes = np.clip(np.rint(groups / divisor) + zero, 0, 15)
-    return codes.astype(np.uint8), scale, zero.astype(np.uint8)
+def _codes(groups: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+    """Codes 0..15; what is outside the range gets the nearest end."""
+    codes = groups / _divisor(scale)
+    np.rint(codes, out=codes)
+    codes += zero
+    return np.clip(codes, 0, 15, out=codes)
 
 
-def _squared_error(
-    groups: np.ndarray, codes: np.ndarray, scale: np.ndarray, zero: np.ndarray
-) -> np.ndarray:
-    error = (codes.astype(np.float32) - zero) * scale - groups
-    return np.einsum("rk,rk->r", error, error)[:, None]
+def _squared_error(groups: np.ndarray, scale: np.ndarray, zero: np.ndarray) -> np.ndarray:
+    error = _codes(groups, scale, zero)
+    error -= zero
+    error *= scale
+    error -= groups
+    error *= error
+    return error.sum(axis=0)
+
+
+def _divisor(scale: np.ndarray) -> np.ndarray:
+    return np.where(scale == 0, np.float32(1), scale)
 
 
 def _pieces(rows: int, columns: int) -> Iterator[slice]:
