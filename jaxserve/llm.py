@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.compile_cache import use_compile_cache
+from jaxserve.core.program_loader import ProgramLoader, program_store
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.offline_batch import BatchProgress, OfflineBatch
@@ -25,6 +26,7 @@ from jaxserve.loading.chat_template import encode_chat
 from jaxserve.loading.load import load_model
 from jaxserve.loading.loaded_model import LoadedModel
 from jaxserve.loading.model_cache import home
+from jaxserve.loading.quantize_on_load import kept_layout
 from jaxserve.loading.tokenizer import Tokenizer
 from jaxserve.sampling_params import SamplingParams
 
@@ -46,20 +48,34 @@ class _ReadPrompt:
 class LLM:
     """A model ready to generate, on engine threads of its own.
 
-    model: a name or path that `jaxserve serve` takes too, or a LoadedModel. The other arguments
-    are the fields of EngineConfig. The phases of starting up are logged as INFO. Several threads
-    may call it; their batches run one after the other. Use it as a context manager, or call
-    `close()`, to give the memory back.
+    model: a name or path that `jaxserve serve` takes too, or a LoadedModel. quantization: int8 or
+    int4, to pack a plain checkpoint's matrices while loading; quantised checkpoints need none. The
+    other arguments are the fields of EngineConfig. The phases of starting up are logged as INFO.
+    Several threads may call it; their batches run one after the other. Use it as a context manager,
+    or call `close()`, to give the memory back.
     """
 
-    def __init__(self, model: str | LoadedModel, **engine_config: Any) -> None:
+    def __init__(
+        self, model: str | LoadedModel, *, quantization: str | None = None, **engine_config: Any
+    ) -> None:
         config = _engine_config(engine_config)
         use_compile_cache(home() / "compiled")
+        name = model if isinstance(model, str) else model.name
+        loader = ProgramLoader(program_store(), start=(name, quantization, config))
+        loader.prefetch()
         if isinstance(model, str):
-            model = load_model(model, dtype=config.dtype, progress=logger.info)
+            model = load_model(
+                model,
+                dtype=config.dtype,
+                progress=logger.info,
+                weight_layout=kept_layout(config.attention_backend, quantization),
+                quantization=quantization,
+            )
+        elif quantization is not None:
+            raise TypeError("quantization packs a checkpoint while loading; give a name or path")
         self.model = model
         self._client: EngineClient | None = EngineClient(
-            Engine(self.model, config),
+            Engine(self.model, config, loader=loader),
             self.model.tokenizer,
             vocab_size=self.model.vocab_size,
             eos_token_ids=self.model.eos_token_ids,

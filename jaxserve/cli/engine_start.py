@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxserve.cli.engine_options import EngineOptions
 from jaxserve.core.compile_cache import use_compile_cache
+from jaxserve.core.program_loader import ProgramLoader, program_store
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.outputs import StepStats
@@ -16,6 +17,7 @@ from jaxserve.loading.chat_template import ChatTemplate
 from jaxserve.loading.load import load_model
 from jaxserve.loading.loaded_model import LoadedModel
 from jaxserve.loading.model_cache import home
+from jaxserve.loading.quantize_on_load import kept_layout
 from jaxserve.loading.tokenizer import Tokenizer
 
 MAX_TEMPLATE_BYTES = 1 << 20
@@ -36,27 +38,34 @@ class StartedEngine:
 def start_engine(
     options: EngineOptions, say: Say, on_step: Callable[[StepStats], None] | None = None
 ) -> StartedEngine:
-    """Load the model and return once the engine is warm.
+    """Load the model and return once the engine can answer; it goes on loading shapes beside that.
 
-    say: hears a line per phase. Raises PullError, ModelLoadError, InvalidRequestError or
-    EngineDeadError.
+    say: hears a line per phase, also afterwards, on other threads. Raises PullError,
+    ModelLoadError, InvalidRequestError or EngineDeadError.
     """
     config = options.config
     phases: dict[str, float] = {}
     began = time.monotonic()
     use_compile_cache(home() / "compiled")
+    loader = ProgramLoader(
+        program_store(),
+        start=(options.model, str(options.model_file), options.quantization, config),
+    )
+    loader.prefetch()
     with _timed(phases, "load"):
         model = load_model(
             options.model,
             dtype=config.dtype,
             model_file=str(options.model_file) if options.model_file else None,
             progress=say,
+            weight_layout=kept_layout(config.attention_backend, options.quantization),
+            quantization=options.quantization,
         )
         if options.chat_template is not None:
             template = read_template(options.chat_template, model.tokenizer)
             model = dataclasses.replace(model, chat_template=template)
     with _timed(phases, "plan"):
-        engine = Engine(model, config, on_step=on_step)
+        engine = Engine(model, config, on_step=on_step, loader=loader)
     model = dataclasses.replace(model, max_model_len=engine.max_model_len)
     say(
         f"KV pool: {engine.capacity_tokens} tokens in pages of {engine.page_size}; "
@@ -71,12 +80,13 @@ def start_engine(
         max_inflight=config.max_batch_rows + config.max_queue,
     )
     with _timed(phases, "warm_up"):
-        client.start(say)
+        client.start(say, wait_for_all=False)
         client.wait_ready()
     phases["total"] = time.monotonic() - began
     say(
         f"ready: load {phases['load']:.1f} s, warm-up {phases['warm_up']:.1f} s, "
-        f"total {phases['total']:.1f} s"
+        f"total {phases['total']:.1f} s; {len(engine.ready_buckets)} of "
+        f"{len(engine.bucket_table)} shapes loaded, the others follow"
     )
     return StartedEngine(client, model, engine, phases)
 

@@ -56,15 +56,18 @@ class EngineClient:
         )
         self._thread = EngineThread(engine, on_events=self._text.post, on_exit=self._text.close)
 
-    def start(self, progress: Callable[[str], None] | None = None) -> None:
+    def start(
+        self, progress: Callable[[str], None] | None = None, *, wait_for_all: bool = True
+    ) -> None:
         """Start both threads and the engine's warm-up, and return; see `wait_ready`.
 
-        `progress` hears the phases of the warm-up, on the engine's thread. Requests submitted
-        meanwhile wait for its end.
+        `progress` hears the phases of the warm-up, on other threads. Requests submitted meanwhile
+        wait for its end. wait_for_all False: it ends as soon as the engine can answer, and the
+        rest of the engine's programs are loaded while it serves (see Engine.warm_up).
         """
         self._closed_because = None
         self._text.start()
-        self._thread.start(progress)
+        self._thread.start(progress, wait_for_all=wait_for_all)
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Wait for the end of warm-up. Raises EngineDeadError if it failed, or TimeoutError."""

@@ -7,13 +7,15 @@ Knows token ids only; text lives elsewhere. Every method is called from one thre
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.backends import make_ops
-from jaxserve.core.buckets import Bucket, pick_bucket
+from jaxserve.core.buckets import Bucket, pick_bucket, prefill_sizes
 from jaxserve.core.mesh import make_mesh
+from jaxserve.core.program_loader import ProgramLoader
 from jaxserve.core.step_batch import SamplingBatch, StepBatch, StepOutput
 from jaxserve.engine.batch_builder import build_batch, build_sampling, plan_rows
 from jaxserve.engine.engine_shape import engine_shape
@@ -26,9 +28,11 @@ from jaxserve.engine.request import Request, TokenEvent
 from jaxserve.engine.runner import Runner
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.step_report import StepTimings, token_event
+from jaxserve.engine.warm_up import WarmUp
 from jaxserve.errors import EngineDeadError, InvalidRequestError
 from jaxserve.loading.loaded_model import LoadedModel
 from jaxserve.models.contract import check_contract
+from jaxserve.models.registry import is_built_in
 
 log = logging.getLogger(__name__)
 
@@ -50,17 +54,20 @@ class Engine:
         on_step: Callable[[StepStats], None] | None = None,
         max_chunk: int | None = None,
         devices: Sequence[jax.Device] | None = None,
+        loader: ProgramLoader | None = None,
     ) -> None:
         """max_chunk forces short prefill chunks, in tests: no output depends on it.
 
-        devices: split the model over these; None: the first device alone.
+        devices: split the model over these; None: the first device alone. loader: where programs
+        come from; None: they are traced, and compiled or taken from JAX's cache.
         Raises ModelLoadError if the model breaks its contract, InvalidRequestError if the pool
         cannot hold two tokens.
         """
         kv_spec = model.model.kv_spec(model.config)
         ops = make_ops(config.attention_backend, kv_spec)
         shape = engine_shape(model, config, kv_spec, max_chunk)
-        check_contract(model.model, model.config, ops, shape.dtype.name)
+        if not is_built_in(model.model):  # those are checked by our tests
+            check_contract(model.model, model.config, ops, shape.dtype.name)
         programs = Programs(
             model.model,
             model.config,
@@ -73,10 +80,12 @@ class Engine:
         state_slots = config.max_batch_rows + 1
         self.allocator = PageAllocator(shape.num_pages, shape.page_size, shape.num_groups)
         self.scheduler = Scheduler(shape.limits, self.allocator)
+        self._loader = loader or ProgramLoader()
         self.runner = Runner(
             programs,
             model.params,
             kv_spec,
+            self._loader,
             num_pages=shape.num_pages,
             dtype=shape.dtype,
             width=WIDTH,
@@ -89,6 +98,8 @@ class Engine:
         # The last token of a request needs no KV. A pool smaller than the context limits it.
         self.max_model_len = min(shape.max_model_len, self.capacity_tokens + 1)
         self.bucket_table = shape.buckets
+        self._buckets: tuple[Bucket, ...] = ()  # those the scheduler plans for
+        self._warm_up: WarmUp | None = None
         self._model = model
         self._slots = PenaltySlots(state_slots)
         self._on_step = on_step
@@ -96,12 +107,33 @@ class Engine:
         self._unreported = False  # a late finish changed what the statistics say
         self._failures = 0
 
-    def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
-        """Compile every bucket. After this nothing compiles any more."""
-        self.runner.compile(self.bucket_table, self._empty_inputs, progress)
-        smallest_mixed = next(bucket for bucket in self.bucket_table if bucket.prefill_tokens)
-        for bucket in (self.bucket_table[0], smallest_mixed):  # a first run sets XLA up
-            self.runner.dispatch(bucket, *self._empty_inputs(bucket)).result()
+    def warm_up(
+        self, progress: Callable[[str], None] | None = None, *, wait_for_all: bool = True
+    ) -> None:
+        """Load every bucket. After this nothing compiles any more.
+
+        wait_for_all False: return as soon as one bucket is loaded that serves everything. The
+        others follow on a thread of their own, and until they are there steps are padded to what
+        is, so some outputs may differ in the last bits on backends whose rows depend on the shape.
+        """
+        assert self._warm_up is None, "an engine is warmed up once"
+        self._warm_up = WarmUp(
+            self.runner, self._loader, self.bucket_table, self._empty_inputs, progress
+        )
+        if wait_for_all:
+            self._warm_up.load_all()
+        else:
+            self._warm_up.load_smallest()
+
+    def close(self) -> None:
+        """Stop what a warm-up still does beside the engine's thread, as soon as it can."""
+        if self._warm_up is not None:
+            self._warm_up.close()
+
+    @property
+    def ready_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets that steps can be padded to by now. Thread-safe."""
+        return self.runner.buckets
 
     def observe(self, on_step: Callable[[StepStats], None]) -> None:
         """Hand every further step's StepStats to `on_step`, on the engine's thread."""
@@ -153,11 +185,12 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Run one step and return what is new. Raises EngineDeadError if steps keep failing."""
         timings = StepTimings()
+        buckets = self._use_ready_buckets()
         plan = self.scheduler.schedule()
         timings.on_plan(plan)
         if not plan.is_empty:
             bucket = pick_bucket(
-                self.runner.buckets, len(plan.decode), len(plan.prefill), plan.num_prefill_tokens
+                buckets, len(plan.decode), len(plan.prefill), plan.num_prefill_tokens
             )
             self._prepare_counts(plan)
             batch, sampling = self._inputs(plan, bucket)
@@ -172,6 +205,15 @@ class Engine:
         if self._on_step is not None:
             self._on_step(self._stats(plan, timings))
         return events
+
+    def _use_ready_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets loaded by now, which the scheduler is told to plan for."""
+        buckets = self.runner.buckets
+        if buckets is not self._buckets:
+            self._buckets = buckets
+            limits = self.scheduler.limits
+            self.scheduler.limits = replace(limits, prefill_sizes=prefill_sizes(buckets))
+        return buckets
 
     def _prepare_counts(self, plan: Plan) -> None:
         """Give every row that samples with penalties its token counts on the device."""

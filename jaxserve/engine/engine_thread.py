@@ -26,7 +26,7 @@ class EngineLike(Protocol):
     after `token_index` output tokens (a stop string was found late) and emits nothing more.
     step runs one iteration; it raises only what it cannot recover from.
     check_admissible resolves max_tokens (None: what the context leaves) and raises
-    InvalidRequestError for what can never be served.
+    InvalidRequestError for what can never be served. close is the last call.
     """
 
     max_model_len: int
@@ -34,12 +34,15 @@ class EngineLike(Protocol):
 
     @property
     def has_work(self) -> bool: ...
-    def warm_up(self, progress: Callable[[str], None] | None = None) -> None: ...
+    def warm_up(
+        self, progress: Callable[[str], None] | None = None, *, wait_for_all: bool = True
+    ) -> None: ...
     def add(self, request: Request) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def finish(self, request_id: str, token_index: int) -> None: ...
     def step(self) -> list[TokenEvent]: ...
     def check_admissible(self, num_prompt_tokens: int, max_tokens: int | None) -> int: ...
+    def close(self) -> None: ...
 
 
 class EngineThread:
@@ -66,12 +69,17 @@ class EngineThread:
         self._ready = False
         self._settled = threading.Event()  # warm-up is over, well or badly
         self._error: BaseException | None = None
-        self._progress: Callable[[str], None] | None = None
+        self._warm_up: Callable[[], None] = engine.warm_up
         self._thread = threading.Thread(target=self._run, name="jaxserve-engine", daemon=True)
 
-    def start(self, progress: Callable[[str], None] | None = None) -> None:
-        """Start warm-up in the background; `progress` hears its phases, on the engine's thread."""
-        self._progress = progress
+    def start(
+        self, progress: Callable[[str], None] | None = None, *, wait_for_all: bool = True
+    ) -> None:
+        """Start warm-up in the background; `progress` hears its phases, on other threads.
+
+        wait_for_all False: the engine is ready once it can answer at all (see Engine.warm_up).
+        """
+        self._warm_up = partial(self._engine.warm_up, progress, wait_for_all=wait_for_all)
         self._thread.start()
 
     def wait_ready(self, timeout: float | None = None) -> None:
@@ -122,7 +130,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self._engine.warm_up(self._progress)
+            self._warm_up()
             self._ready = True
             self._settled.set()
             self._loop()
@@ -132,6 +140,7 @@ class EngineThread:
         finally:
             self._settled.set()
             self._on_exit(self._error)
+            self._engine.close()
 
     def _loop(self) -> None:
         while not (self._stopping and not self._live):

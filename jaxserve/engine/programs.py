@@ -1,4 +1,4 @@
-"""The compiled programs of an engine: two per bucket, ahead of time, nothing on demand.
+"""The programs of an engine: two per bucket and two for rare events, all ahead of time.
 
 forward: tokens -> hidden states at the sampled positions, pool donated.
 sample: hidden -> logits -> tokens, sampling state donated.
@@ -6,16 +6,21 @@ Two calls, so that a token mask can be made while forward runs, and so that samp
 multiplies the forward shapes.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxserve.core.kv_pool import KVPool
 from jaxserve.core.mesh import pool_shardings, replicated
 from jaxserve.core.ops import Ops
+from jaxserve.core.program_loader import Program
 from jaxserve.core.step_batch import (
+    Logprobs,
     SamplingBatch,
     SamplingState,
     StepBatch,
@@ -23,7 +28,7 @@ from jaxserve.core.step_batch import (
     resolve_previous,
 )
 from jaxserve.models.base import Config, ModelDef, Params
-from jaxserve.sampling import sample
+from jaxserve.sampling import sample, set_slot
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,9 @@ class LastOutput:
 
 
 jax.tree_util.register_dataclass(LastOutput, ["tokens", "num_accepted"], [])
+
+_LAST = LastOutput(0, 0)  # type: ignore[arg-type]  # of which only the structure counts
+_OUTPUT = StepOutput(0, 0, 0, Logprobs(0, 0, 0, 0))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -75,24 +83,61 @@ class Programs:
         )
         return output, last, state
 
-    def lower_forward(
-        self, params: Params, pool: KVPool, batch: StepBatch, last: LastOutput
-    ) -> jax.stages.Lowered:
-        """Trace for this batch's bucket; the pool is donated, so the step writes it in place."""
-        places = (replicated(self.mesh), pool_shardings(self.mesh, pool))
-        step = jax.jit(self.forward, donate_argnums=1, out_shardings=places)
-        return step.lower(params, pool, batch, last)
+    # The arguments below are arrays or shapes. What is donated is written in place.
 
-    def lower_sample(
+    def forward_program(
+        self, params: Params, pool: KVPool, batch: StepBatch, last: LastOutput
+    ) -> Program:
+        """`forward` for this batch's bucket; the pool is donated."""
+        places = (replicated(self.mesh), pool_shardings(self.mesh, pool))
+        return self._program("forward", self.forward, (params, pool, batch, last), 1, places)
+
+    def sample_program(
         self,
         params: Params,
         hidden: jax.ShapeDtypeStruct,
         sampling: SamplingBatch,
         state: SamplingState,
-    ) -> jax.stages.Lowered:
-        """Trace for this number of rows; the sampling state is donated."""
-        step = jax.jit(self.sample, donate_argnums=3, out_shardings=replicated(self.mesh))
-        return step.lower(params, hidden, sampling, state)
+    ) -> Program:
+        """`sample` for this number of rows; the sampling state is donated."""
+        hidden = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=replicated(self.mesh))
+        results = self._everywhere((_OUTPUT, _LAST, state))
+        return self._program("sample", self.sample, (params, hidden, sampling, state), 3, results)
+
+    def scrub_program(self, pool: KVPool, num_pages: int) -> Program:
+        """`scrub_pages` for that many pages; the pool is donated."""
+        args = (pool, np.zeros(num_pages, np.int32))
+        return self._program("scrub", scrub_pages, args, 0, pool_shardings(self.mesh, pool))
+
+    def set_slot_program(self, state: SamplingState) -> Program:
+        """`set_slot`; the sampling state is donated."""
+        vocab = self.vocab_size
+        args = (state, np.int32(0), np.zeros(vocab, bool), np.zeros(vocab, np.int32))
+        return self._program("set_slot", set_slot, args, 0, self._everywhere(state))
+
+    def _everywhere(self, tree: Any) -> Any:
+        return jax.tree.map(lambda _: replicated(self.mesh), tree)
+
+    def _program(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        donated: int,
+        places: Any,
+    ) -> Program:
+        model, config, ops = self.model, self.config, self.ops
+        sizes = (self.vocab_size, self.page_size, self.max_rows)
+        return Program(
+            name,
+            function,
+            args,
+            donated,
+            result=places,
+            shardings=places,
+            identity=(model, config, ops, sizes),
+            keep=self.mesh.size == 1,
+        )
 
 
 def scrub_pages(pool: KVPool, pages: jax.Array) -> KVPool:

@@ -3,11 +3,13 @@
 The only place that calls XLA while serving. A step is dispatched asynchronously; `result` waits.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +20,16 @@ from jaxserve.core.compile_cache import compilations
 from jaxserve.core.kv_pool import KVPool, make_pool
 from jaxserve.core.kv_spec import KVSpec
 from jaxserve.core.mesh import place_params, pool_shardings, replicated
+from jaxserve.core.program_loader import CompiledProgram, Lowered, Program, ProgramLoader
 from jaxserve.core.step_batch import SamplingBatch, SamplingState, StepBatch, StepOutput
-from jaxserve.engine.programs import LastOutput, Programs, scrub_pages
+from jaxserve.engine.programs import LastOutput, Programs
 from jaxserve.models.base import Params
-from jaxserve.sampling import make_state, set_slot
+from jaxserve.sampling import make_state
 
 _COMPILE_THREADS = 2
 
 MakeInputs = Callable[[Bucket], tuple[StepBatch, SamplingBatch]]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -50,13 +54,18 @@ class StepHandle:
 
 
 class Runner:
-    """Params, pool and programs of one engine; used by the engine's thread alone."""
+    """Params, pool and programs of one engine; used by the engine's thread alone.
+
+    Programs may arrive on other threads meanwhile: a bucket is in `buckets` once both of its are
+    there.
+    """
 
     def __init__(
         self,
         programs: Programs,
         params: Params,
         kv_spec: KVSpec,
+        loader: ProgramLoader,
         *,
         num_pages: int,
         dtype: np.dtype,
@@ -65,6 +74,7 @@ class Runner:
         pages_per_row: int,
     ) -> None:
         self._programs = programs
+        self._loader = loader
         self._mesh = programs.mesh
         specs = programs.model.param_specs(programs.config)
         self._params = place_params(self._mesh, params, specs)
@@ -74,13 +84,18 @@ class Runner:
         self._width = width
         self._state_slots = state_slots
         self._pages_per_row = pages_per_row
-        self._forward: dict[Bucket, jax.stages.Compiled] = {}
-        self._sample: dict[int, jax.stages.Compiled] = {}
+        # The forward program of a bucket, the sample program of a number of rows.
+        self._compiled: dict[Bucket | int, CompiledProgram] = {}
+        self._scrub: Future[CompiledProgram] = Future()
+        self._set_slot: Future[CompiledProgram] = Future()
+        self._arriving = threading.Lock()
+        self._buckets: tuple[Bucket, ...] = ()
         self._compiled_late = 0
         self.reset()
-        self._set_slot = jax.jit(set_slot, donate_argnums=0, out_shardings=replicated(self._mesh))
-        self._scrub_pages = jax.jit(
-            scrub_pages, donate_argnums=0, out_shardings=pool_shardings(self._mesh, self._pool)
+        # Arrays are donated while programs are still being loaded; their shapes stay.
+        self._shapes: tuple[Any, Any, Any, Any] = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
+            (self._params, self._pool, self._last, self._state),
         )
 
     def reset(self) -> None:
@@ -108,88 +123,109 @@ class Runner:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """The buckets that are compiled."""
-        return tuple(self._forward)
+        """The buckets that can run now; another tuple whenever one has come."""
+        return self._buckets
 
     @property
     def late_compiles(self) -> int:
         """Programs compiled by a dispatch; 0 in a healthy engine."""
         return self._compiled_late
 
-    def compile(
+    def load(
         self,
         buckets: Iterable[Bucket],
         make_inputs: MakeInputs,
-        progress: Callable[[str], None] | None = None,
-    ) -> None:
-        """Compile (or load from the disk cache) all buckets, two at a time, and the helpers.
+        progress: Progress | None = None,
+        stop: threading.Event | None = None,
+    ) -> list[Program]:
+        """Compile, or load from disk, the programs of these buckets, two at a time; returns them.
 
         `make_inputs` is the function that builds live batches, given nothing to do: warm-up and
-        service cannot disagree about a shape or a dtype.
+        service cannot disagree about a shape or a dtype. `stop` ends it early, between programs.
         """
-        with ThreadPoolExecutor(_COMPILE_THREADS) as pool:
-            jobs: list[tuple[Bucket | int, Future[tuple[jax.stages.Compiled, float]]]] = []
-            for bucket in buckets:
-                batch, sampling = make_inputs(bucket)
-                forward = self._programs.lower_forward(self._params, self._pool, batch, self._last)
-                jobs.append((bucket, pool.submit(_timed_compile, forward)))
-                rows = bucket.num_rows
-                if rows not in self._sample and rows not in [key for key, _ in jobs]:
-                    hidden = forward.out_info[0]
-                    shape = jax.ShapeDtypeStruct(
-                        hidden.shape, hidden.dtype, sharding=replicated(self._mesh)
-                    )
-                    lowered = self._programs.lower_sample(
-                        self._params, shape, sampling, self._state
-                    )
-                    jobs.append((rows, pool.submit(_timed_compile, lowered)))
-            for key, job in jobs:
-                compiled, seconds = job.result()
-                if isinstance(key, Bucket):
-                    self._forward[key] = compiled
-                else:
-                    self._sample[key] = compiled
-                if progress is not None:
-                    name = key.name if isinstance(key, Bucket) else f"sample{key}"
-                    progress(f"compiled {name} in {seconds:.1f} s")
-        self._run_helpers()
+        programs: list[Program] = []
+        jobs: list[Future[None]] = []
+        with ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="compile") as pool:
 
-    def _run_helpers(self) -> None:
-        """Compile the small programs that only rare events need."""
-        self.scrub([])
-        vocab = self._programs.vocab_size
-        self.set_counts(0, np.zeros(vocab, bool), np.zeros(vocab, np.int32))
+            def begin(key: Bucket | int, program: Program) -> Lowered:
+                lowered = self._loader.lower(program)
+                programs.append(program)
+                if stop is None or not stop.is_set():
+                    jobs.append(pool.submit(self._finish, key, program, lowered, progress))
+                return lowered
+
+            begun = {key for key in self._compiled if isinstance(key, int)}
+            for bucket in buckets:
+                if stop is not None and stop.is_set():
+                    pool.shutdown(cancel_futures=True)
+                    return programs
+                batch, sampling = make_inputs(bucket)
+                params, pages, last, state = self._shapes
+                forward = self._programs.forward_program(params, pages, batch, last)
+                hidden = begin(bucket, forward).results[0]
+                rows = bucket.num_rows
+                if rows not in begun:
+                    begun.add(rows)
+                    begin(rows, self._programs.sample_program(params, hidden, sampling, state))
+            for job in jobs:
+                job.result()
+        return programs
+
+    def _finish(
+        self, key: Bucket | int, program: Program, lowered: Lowered, progress: Progress | None
+    ) -> None:
+        began = time.monotonic()
+        compiled = self._loader.finish(program, lowered)
+        with self._arriving:
+            self._compiled[key] = compiled
+            self._buckets = tuple(
+                bucket
+                for bucket in self._compiled
+                if isinstance(bucket, Bucket) and bucket.num_rows in self._compiled
+            )
+        if progress is not None:
+            name = key.name if isinstance(key, Bucket) else f"sample{key}"
+            progress(f"{name} is ready, in {time.monotonic() - began:.1f} s")
+
+    def load_helpers(self) -> None:
+        """Compile the small programs that only rare events need; those wait for them."""
+        _, pages, _, state = self._shapes
+        scrub = self._programs.scrub_program(pages, self._pages_per_row)
+        for future, program in (
+            (self._set_slot, self._programs.set_slot_program(state)),
+            (self._scrub, scrub),
+        ):
+            try:
+                future.set_result(self._loader.compile(program))
+            except Exception as error:  # whatever XLA raises: for who needs the program
+                future.set_exception(error)
 
     def dispatch(self, bucket: Bucket, batch: StepBatch, sampling: SamplingBatch) -> StepHandle:
         """Start a step. Pool and state are donated to it and replaced by its results."""
         before = compilations.count
-        hidden, self._pool = self._forward[bucket](self._params, self._pool, batch, self._last)
-        output, self._last, self._state = self._sample[bucket.num_rows](
-            self._params, hidden, sampling, self._state
-        )
+        forward, sample = self._compiled[bucket], self._compiled[bucket.num_rows]
+        hidden, self._pool = forward(self._params, self._pool, batch, self._last)
+        output, self._last, self._state = sample(self._params, hidden, sampling, self._state)
         self._compiled_late += compilations.count - before
         wants_logprobs = bool((np.asarray(sampling.num_logprobs) >= 0).any())
         return StepHandle(output, batch, sampling, wants_logprobs)
 
     def set_counts(self, slot: int, in_prompt: np.ndarray, output_counts: np.ndarray) -> None:
         """Fill a penalty slot: in_prompt [V] bool, output_counts [V] int32."""
-        self._state = self._set_slot(self._state, np.int32(slot), in_prompt, output_counts)
+        program = self._set_slot.result()
+        self._state = program(self._state, np.int32(slot), in_prompt, output_counts)
 
     def scrub(self, pages: list[int]) -> None:
         """Zero pages that may hold NaN before they are handed out again."""
-        for start in range(0, max(len(pages), 1), self._pages_per_row):
+        program = self._scrub.result()
+        for start in range(0, len(pages), self._pages_per_row):
             ids = np.zeros(self._pages_per_row, np.int32)
             part = pages[start : start + self._pages_per_row]
             ids[: len(part)] = part
-            self._pool = self._scrub_pages(self._pool, ids)
+            self._pool = program(self._pool, ids)
 
     def forward_aliases_pool(self, bucket: Bucket) -> bool:
         """Whether XLA really updates the pool in place in this bucket's program."""
-        analysis = self._forward[bucket].memory_analysis()
+        analysis = self._compiled[bucket].compiled.memory_analysis()
         pool_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._pool))
         return analysis is not None and analysis.alias_size_in_bytes >= pool_bytes
-
-
-def _timed_compile(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, float]:
-    start = time.monotonic()
-    return lowered.compile(), time.monotonic() - start

@@ -73,13 +73,18 @@ class FakeEngine:
     def num_open(self) -> int:
         return len(self._open)
 
-    def warm_up(self, progress: Callable[[str], None] | None = None) -> None:
+    def warm_up(
+        self, progress: Callable[[str], None] | None = None, *, wait_for_all: bool = True
+    ) -> None:
         self._check_thread()
         if progress is not None:
             progress("warming up")
         self.warm_up_gate.wait()
         if self.warm_up_error is not None:
             raise self.warm_up_error
+
+    def close(self) -> None:
+        self._check_thread()
 
     def check_admissible(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
         if num_prompt_tokens >= self.max_model_len:

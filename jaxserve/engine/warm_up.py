@@ -1,0 +1,82 @@
+"""Loading an engine's programs: the smallest set first, the rest before service or beside it.
+
+One mixed bucket serves everything: it has the most rows, and prompts are cut to its prefill size.
+So an engine can answer as soon as that is loaded, rounding up to it, while the others come on a
+thread of their own.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from jaxserve.core.buckets import Bucket
+from jaxserve.core.program_loader import ProgramLoader
+from jaxserve.engine.runner import MakeInputs, Progress, Runner
+
+log = logging.getLogger(__name__)
+
+
+class WarmUp:
+    """Loads the buckets of one engine. `progress` may be called on several threads."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        loader: ProgramLoader,
+        table: Sequence[Bucket],
+        make_inputs: MakeInputs,
+        progress: Progress | None,
+    ) -> None:
+        self._runner = runner
+        self._loader = loader
+        self._table = table
+        self._make_inputs = make_inputs
+        self._progress = progress or _silent
+        self._stop = threading.Event()
+        self._began = time.monotonic()
+
+    def load_all(self) -> None:
+        """Return once every bucket is loaded and XLA has run one of each kind."""
+        self._load_smallest()
+        self._load_rest()
+        smallest = self._smallest()
+        for bucket in (self._table[0], smallest):  # a first run sets XLA up
+            self._runner.dispatch(bucket, *self._make_inputs(bucket)).result()
+
+    def load_smallest(self) -> None:
+        """Return once one bucket that serves everything is loaded; the rest follows."""
+        self._load_smallest()
+        # Not a daemon, unlike the engine's: XLA must not be cut off in the middle by an exit.
+        threading.Thread(target=self._follow, name="jaxserve-warm-up", daemon=False).start()
+
+    def close(self) -> None:
+        """Stop loading after the programs at hand, which cannot be interrupted; do not wait."""
+        self._stop.set()
+
+    def _smallest(self) -> Bucket:
+        return next(bucket for bucket in self._table if bucket.prefill_tokens)
+
+    def _load_smallest(self) -> None:
+        programs = self._runner.load([self._smallest()], self._make_inputs, self._progress)
+        self._loader.remember(programs)
+
+    def _load_rest(self) -> None:
+        self._runner.load_helpers()
+        rest = [bucket for bucket in self._table if bucket != self._smallest()]
+        self._runner.load(rest, self._make_inputs, self._progress, self._stop)
+
+    def _follow(self) -> None:
+        try:
+            self._load_rest()
+        except Exception:  # out of memory, say: what is loaded goes on serving
+            if not self._stop.is_set():
+                log.exception("some shapes could not be loaded; steps are padded to larger ones")
+            return
+        if not self._stop.is_set():
+            seconds = time.monotonic() - self._began
+            self._progress(f"all {len(self._table)} shapes loaded after {seconds:.1f} s")
+
+
+def _silent(text: str) -> None:
+    del text
