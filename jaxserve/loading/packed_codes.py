@@ -67,7 +67,7 @@ def grouped_array(
     N, K = codes.shape
     perm, index, group = _columns_by_group(layer, group_of_input, scales.shape[1])
     if perm is not None:
-        codes = codes[:, perm]
+        codes = np.take(codes, perm, axis=1)
     scales, zeros = scales[:, index], zeros[:, index]
     parts = {"scales": np.ascontiguousarray(scales)}
     if bits == 8:
@@ -133,9 +133,9 @@ def expand(array: QuantizedArray) -> np.ndarray:
     perm = array.parts.get("perm")
     for start in range(0, N, rows):
         piece = slice(start, start + rows)
-        steps = _steps(array, piece).reshape(-1, K // array.group, array.group)
-        scales = np.asarray(array.parts["scales"])[piece, :, None]
-        kept = (steps * scales).reshape(-1, K)
+        steps = _steps(array, piece)
+        steps *= np.asarray(array.parts["scales"])[piece, :, None]
+        kept = steps.reshape(-1, K)
         if perm is None:
             values[piece] = kept
         else:
@@ -144,14 +144,13 @@ def expand(array: QuantizedArray) -> np.ndarray:
 
 
 def _steps(array: QuantizedArray, piece: slice) -> np.ndarray:
-    """Codes minus zero points of some rows, as float32 [rows, K]: exact, all are small."""
+    """Codes minus zero points of some rows, as float32 [rows, groups, inputs of a group]."""
     codes = np.asarray(array.parts["codes"])[piece]
     if array.format_name == "fp8":
-        return codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-    if array.format_name == "int4":
+        codes = codes.view(ml_dtypes.float8_e4m3fn)
+    elif array.format_name == "int4":
         codes = unpack_nibbles(codes)
-    steps = codes.astype(np.float32)
+    steps = codes.astype(np.float32).reshape(len(codes), -1, array.group)
     if "zeros" in array.parts:
-        zeros = np.asarray(array.parts["zeros"])[piece].astype(np.float32)
-        steps -= np.repeat(zeros, array.group, axis=1)
+        steps -= np.asarray(array.parts["zeros"])[piece, :, None].astype(np.float32)
     return steps

@@ -39,14 +39,14 @@ def check_exact(packed: QuantizedArray, matrix: np.ndarray) -> None:
     np.testing.assert_allclose(np.asarray(dequantize(packed)), matrix, rtol=2**-23, atol=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(
     bits=st.sampled_from((2, 3, 4, 8)),
     group=st.sampled_from((-1, 8, 32, 48, 64, 128)),
     symmetric=st.booleans(),
     act_order=st.booleans(),
     stored_minus=st.sampled_from((0, 1)),
-    size=st.tuples(st.sampled_from((32, 64)), st.sampled_from((32, 64, 96))),
+    size=st.tuples(st.just(32), st.sampled_from((32, 64, 96))),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_layer_is_its_formula(

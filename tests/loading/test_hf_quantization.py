@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jaxserve.core.backends import weight_layout
 from jaxserve.errors import ModelLoadError
 from jaxserve.loading.assemble import assemble
 from jaxserve.loading.hf_quantization import open_quantized
@@ -121,12 +122,13 @@ def test_layers_mean_what_their_writers_say(case: str, tmp_path: Path) -> None:
     assert packed.nbytes < want.nbytes * (0.3 if packed.format_name == "int4" else 0.4)
 
 
+@pytest.mark.parametrize("layout", sorted({"rows", weight_layout("auto") or "rows"}))
 @pytest.mark.parametrize("way", WAYS)
-def test_a_checkpoint_says_what_its_expansion_says(way: str, tmp_path: Path) -> None:
+def test_a_checkpoint_says_what_its_expansion_says(way: str, layout: str, tmp_path: Path) -> None:
     source, dense = checkpoint(tmp_path, way)
     assert set(source.names()) == set(dense)
     config = MODEL.config_from_hf(LLAMA)
-    packed = assemble(MODEL, config, source, "float32", layout="rows")
+    packed = assemble(MODEL, config, source, "float32", layout=layout)
     plain = assemble(MODEL, config, source, "float32")
     folder = tmp_path / "plain"
     expansion = open_quantized(folder, write_folder(folder, dense, None))
