@@ -1,19 +1,15 @@
 """The backends an engine can run on, each a bundle of pure functions made once at start."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxserve.core.kv_pool import KVPool
 from jaxserve.core.kv_spec import KVSpec
 from jaxserve.core.ops import Ops
-from jaxserve.core.step_batch import StepBatch
+from jaxserve.core.paged_attend import PagedAttend
 from pallas_kernels import native
-from pallas_kernels.kv_write import write_kv
-from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.quantized_matmul import QuantizedArray, StackedRows, matmul, take_rows
 from pallas_kernels.rms_norm import rms_norm
 
@@ -52,7 +48,7 @@ def make_ops(backend: str, kv_spec: KVSpec) -> Ops:
     backend = choose_backend(backend)
     return Ops(
         name=backend,
-        attend=PagedAttend(kv_spec),
+        attend=PagedAttend(kv_spec, backend),
         linear=linear,
         rms_norm=_NORMS[backend],
         embed=embed,
@@ -86,87 +82,3 @@ def linear(x: jax.Array, w: Any, bias: jax.Array | None = None) -> jax.Array:
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return y.astype(x.dtype)
-
-
-@dataclass(frozen=True)
-class PagedAttend:
-    """`Ops.attend` over per-layer pools. Hashable by value, so equal engines share programs."""
-
-    kv_spec: KVSpec
-
-    def __call__(
-        self,
-        layer: int,
-        q: jax.Array,
-        k: jax.Array | None,
-        v: jax.Array | None,
-        kv_pool: KVPool,
-        batch: StepBatch,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-        sinks: jax.Array | None = None,
-        tree_mask: jax.Array | None = None,
-    ) -> tuple[jax.Array, KVPool]:
-        """See `jaxserve.core.ops.Attend`."""
-        group = self.kv_spec.group_of_layer(layer)
-        out, keys, values = _write_and_attend(
-            q,
-            k,
-            v,
-            kv_pool.keys[layer],
-            kv_pool.values[layer],
-            batch.write_slot,
-            batch.page_table[group],
-            batch.query_starts,
-            batch.query_lens,
-            batch.kv_lens,
-            sinks,
-            tree_mask,
-            decode_rows=batch.decode_rows,
-            width=batch.width,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-        )
-        return out, KVPool(
-            keys=_replace(kv_pool.keys, layer, keys),
-            values=_replace(kv_pool.values, layer, values),
-        )
-
-
-# An inner jit: all layers of one shape share one trace and one lowering.
-@partial(jax.jit, static_argnames=("decode_rows", "width", "scale", "window", "softcap"))
-def _write_and_attend(
-    q: jax.Array,
-    k: jax.Array | None,
-    v: jax.Array | None,
-    key_pages: jax.Array,
-    value_pages: jax.Array,
-    write_slot: jax.Array,
-    page_table: jax.Array,
-    query_starts: jax.Array,
-    query_lens: jax.Array,
-    kv_lens: jax.Array,
-    sinks: jax.Array | None,
-    tree_mask: jax.Array | None,
-    *,
-    decode_rows: int,
-    width: int,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    if k is not None and v is not None:
-        key_pages, value_pages = write_kv(key_pages, value_pages, k, v, write_slot)
-    out = paged_attention(
-        q, key_pages, value_pages, page_table, query_starts, query_lens, kv_lens,
-        decode_rows=decode_rows, width=width, scale=scale, window=window, softcap=softcap,
-        sinks=sinks, tree_mask=tree_mask,
-    )  # fmt: skip
-    return out, key_pages, value_pages
-
-
-def _replace(items: tuple[jax.Array, ...], index: int, item: jax.Array) -> tuple[jax.Array, ...]:
-    return (*items[:index], item, *items[index + 1 :])
