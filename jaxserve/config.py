@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from jaxserve.errors import InvalidRequestError
 
 MAX_ROWS_LIMIT = 1024
+MAX_THREADS = 1024  # that XLA may be told to compute on; a setting of the process, not of an engine
 
 
 @dataclass(frozen=True)

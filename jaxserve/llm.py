@@ -16,6 +16,7 @@ from typing import Any, Self
 from jaxserve.config import EngineConfig
 from jaxserve.core.compile_cache import use_compile_cache
 from jaxserve.core.program_loader import ProgramLoader, program_store
+from jaxserve.core.threads import use_threads
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.offline_batch import BatchProgress, OfflineBatch
@@ -49,16 +50,23 @@ class LLM:
     """A model ready to generate, on engine threads of its own.
 
     model: a name or path that `jaxserve serve` takes too, or a LoadedModel. quantization: int8 or
-    int4, to pack a plain checkpoint's matrices while loading; quantised checkpoints need none. The
+    int4, to pack a plain checkpoint's matrices while loading; quantised checkpoints need none.
+    threads: CPU threads of this process to compute on, given before anything has used JAX. The
     other arguments are the fields of EngineConfig. The phases of starting up are logged as INFO.
-    Several threads may call it; their batches run one after the other. Use it as a context manager,
-    or call `close()`, to give the memory back.
+    It returns with every program loaded. Several threads may call it; their batches run one after
+    the other. Use it as a context manager, or call `close()`, to give the memory back.
     """
 
     def __init__(
-        self, model: str | LoadedModel, *, quantization: str | None = None, **engine_config: Any
+        self,
+        model: str | LoadedModel,
+        *,
+        quantization: str | None = None,
+        threads: int | None = None,
+        **engine_config: Any,
     ) -> None:
         config = _engine_config(engine_config)
+        use_threads(threads)
         use_compile_cache(home() / "compiled")
         name = model if isinstance(model, str) else model.name
         loader = ProgramLoader(program_store(), start=(name, quantization, config))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from jaxserve.cli import bench_options as opt
+from jaxserve.cli.engine_options import Threads
 from jaxserve.cli.terminal import say, with_clear_errors
 from jaxserve.errors import InvalidRequestError
 
@@ -97,6 +98,7 @@ def throughput_command(
     frequency_penalty: opt.FrequencyPenalty = None,
     ignore_eos: opt.IgnoreEos = False,
     max_num_seqs: opt.MaxNumSeqs = None,
+    threads: Threads = None,
     output_json: opt.OutputJson = None,
 ) -> None:
     """Run all prompts through the engine at once, without a server, and report tokens/s."""
@@ -105,7 +107,7 @@ def throughput_command(
 
     given = dict(locals())
     sampling = _sampling(given)
-    with _load(model, max_num_seqs) as llm:
+    with _load(model, max_num_seqs, threads) as llm:
         described, requests = _workload(given | {"random_vocab_size": llm.model.vocab_size})
         report = {"model": model, "workload": described, "sampling": sampling.describe()}
         report |= run_throughput(llm, requests, sampling, compare_sequential=compare_sequential)
@@ -124,6 +126,7 @@ def latency_command(
     top_p: opt.TopP = None,
     top_k: opt.TopK = None,
     min_p: opt.MinP = None,
+    threads: Threads = None,
     output_json: opt.OutputJson = None,
 ) -> None:
     """Run one batch of prompts again and again, all to full length, and report its latency."""
@@ -132,7 +135,7 @@ def latency_command(
     from jaxserve.bench.workload import RandomWorkload
 
     sampling = _sampling(dict(locals()) | {"ignore_eos": True})
-    with _load(model, max(batch_size, 16)) as llm:
+    with _load(model, max(batch_size, 16), threads) as llm:
         workload = RandomWorkload(
             batch_size, input_len, output_len or 128, llm.model.vocab_size, seed
         )
@@ -256,11 +259,12 @@ def _percentiles(text: str) -> tuple[float, ...]:
     return values
 
 
-def _load(model: str, max_batch_rows: int | None) -> "LLM":
+def _load(model: str, max_batch_rows: int | None, threads: int | None) -> "LLM":
     from jaxserve.llm import LLM
 
     say(f"loading {model}")
-    return LLM(model) if max_batch_rows is None else LLM(model, max_batch_rows=max_batch_rows)
+    rows: dict[str, Any] = {} if max_batch_rows is None else {"max_batch_rows": max_batch_rows}
+    return LLM(model, threads=threads, **rows)
 
 
 def _finish(report: dict[str, Any], text: str, output_json: Path | None) -> None:

@@ -42,6 +42,7 @@ def chat_command(
     sampling_seed: sampling.Seed = None,
     dtype: opt.Dtype = opt.DEFAULTS.dtype,
     quantization: opt.Quantization = None,
+    threads: opt.Threads = None,
     max_model_len: opt.MaxModelLen = None,
     kv_memory: opt.KVMemory = opt.DEFAULTS.kv_memory,
     model_file: opt.ModelFile = None,
@@ -67,7 +68,7 @@ def chat_command(
 
     from jaxserve.cli.engine_start import start_engine
 
-    options = opt.EngineOptions(model, config, model_file, chat_template, quantization)
+    options = opt.EngineOptions(model, config, model_file, chat_template, quantization, threads)
     started = start_engine(options, say)
     try:
         params = sampling.make_params(started.model.sampling_defaults, given)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import typer
 
 from jaxserve.cli.byte_size import parse_byte_size, show_byte_size
-from jaxserve.config import EngineConfig
+from jaxserve.config import MAX_THREADS, EngineConfig
 
 _PANEL = "Engine"
 DEFAULT_BODY_SIZE = 16 << 20
@@ -46,6 +46,17 @@ Quantization = Annotated[
         help="Pack a plain checkpoint's matrices while loading: int8 or int4. Checkpoints that are "
         "quantised already need no option.",
         show_default="as the checkpoint has them",
+        rich_help_panel=_PANEL,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        min=1,
+        max=MAX_THREADS,
+        help="CPU threads to compute on.",
+        show_default="one per core",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -123,3 +134,4 @@ class EngineOptions:
     model_file: Path | None = None
     chat_template: Path | None = None
     quantization: str | None = None
+    threads: int | None = None

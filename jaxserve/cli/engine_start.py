@@ -9,6 +9,7 @@ from pathlib import Path
 from jaxserve.cli.engine_options import EngineOptions
 from jaxserve.core.compile_cache import use_compile_cache
 from jaxserve.core.program_loader import ProgramLoader, program_store
+from jaxserve.core.threads import use_threads
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.outputs import StepStats
@@ -46,6 +47,7 @@ def start_engine(
     config = options.config
     phases: dict[str, float] = {}
     began = time.monotonic()
+    use_threads(options.threads)
     use_compile_cache(home() / "compiled")
     loader = ProgramLoader(
         program_store(),

@@ -38,6 +38,7 @@ def generate_command(
     stop: sampling.Stop = None,
     dtype: opt.Dtype = opt.DEFAULTS.dtype,
     quantization: opt.Quantization = None,
+    threads: opt.Threads = None,
     max_model_len: opt.MaxModelLen = None,
     kv_memory: opt.KVMemory = opt.DEFAULTS.kv_memory,
     model_file: opt.ModelFile = None,
@@ -65,7 +66,9 @@ def generate_command(
     from jaxserve.cli.engine_start import start_engine
     from jaxserve.cli.text_run import TextRun
 
-    options = opt.EngineOptions(model, config, model_file, quantization=quantization)
+    options = opt.EngineOptions(
+        model, config, model_file, quantization=quantization, threads=threads
+    )
     started = start_engine(options, say)
     try:
         params = sampling.make_params(started.model.sampling_defaults, given)

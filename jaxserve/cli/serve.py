@@ -70,6 +70,7 @@ def serve_command(
     log_requests: LogRequests = False,
     dtype: opt.Dtype = opt.DEFAULTS.dtype,
     quantization: opt.Quantization = None,
+    threads: opt.Threads = None,
     max_model_len: opt.MaxModelLen = None,
     max_batch_rows: opt.MaxBatchRows = opt.DEFAULTS.max_batch_rows,
     max_batch_tokens: opt.MaxBatchTokens = opt.DEFAULTS.max_batch_tokens,
@@ -107,7 +108,7 @@ def serve_command(
     set_up_logging()
     if log_requests:
         logging.getLogger("jaxserve.access").setLevel(logging.INFO)
-    options = opt.EngineOptions(model, config, model_file, chat_template, quantization)
+    options = opt.EngineOptions(model, config, model_file, chat_template, quantization, threads)
     _serve(options, settings, host, port, shutdown_timeout)
 
 
