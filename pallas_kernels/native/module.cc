@@ -12,7 +12,9 @@
 #define JS_HANDLERS(X) \
   X(jaxserve_matmul)   \
   X(jaxserve_take_rows) \
-  X(jaxserve_rms_norm)
+  X(jaxserve_rms_norm)  \
+  X(jaxserve_gated_activation) \
+  X(jaxserve_paged_attention)
 
 namespace jaxserve {
 #define DECLARE(name) extern "C" XLA_FFI_Error* name(XLA_FFI_CallFrame*);
@@ -48,6 +50,10 @@ PyObject* isa(PyObject*, PyObject*) {
   return PyUnicode_FromString(jaxserve::isa_name());
 }
 
+PyObject* ffi_api(PyObject*, PyObject*) {
+  return Py_BuildValue("(ii)", XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+}
+
 PyObject* panel_bytes(PyObject*, PyObject* args) {
   int format;
   long long k, group;
@@ -77,6 +83,7 @@ PyObject* pack_panels(PyObject*, PyObject* args) {
 PyMethodDef methods[] = {
     {"handlers", handlers, METH_NOARGS, "FFI target name -> capsule."},
     {"isa", isa, METH_NOARGS, "The instruction set in use."},
+    {"ffi_api", ffi_api, METH_NOARGS, "(major, minor) of the XLA FFI it was built for."},
     {"panel_bytes", panel_bytes, METH_VARARGS, "Bytes of a panel (format, k, group)."},
     {"pack_panels", pack_panels, METH_VARARGS, "Pack panels [first, last) of a matrix."},
     {nullptr, nullptr, 0, nullptr},
