@@ -10,12 +10,14 @@ from jaxserve.core.kv_spec import KVSpec
 from jaxserve.core.ops import Ops
 from jaxserve.core.paged_attend import PagedAttend
 from pallas_kernels import native
+from pallas_kernels.gated_activation import gated_activation
 from pallas_kernels.quantized_matmul import QuantizedArray, StackedRows, matmul, take_rows
 from pallas_kernels.rms_norm import rms_norm
 
 BACKENDS = ("auto", "reference", "cpu")
 # Made once, because ops are compared: equal engines share programs.
-_NORMS = {backend: partial(rms_norm, backend=backend) for backend in ("reference", "cpu")}
+_NORMS = {backend: partial(rms_norm, backend=backend) for backend in BACKENDS[1:]}
+_GATES = {backend: partial(gated_activation, backend=backend) for backend in BACKENDS[1:]}
 
 
 def choose_backend(backend: str) -> str:
@@ -52,6 +54,7 @@ def make_ops(backend: str, kv_spec: KVSpec) -> Ops:
         linear=linear,
         rms_norm=_NORMS[backend],
         embed=embed,
+        gated_activation=_GATES[backend],
     )
 
 

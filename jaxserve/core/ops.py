@@ -43,6 +43,7 @@ class Ops:
     their output axis first, so both operands are contracted on their last axis; w is a plain
     array or a packed one (QuantizedArray, StackedRows).
     `embed(table [V, E], tokens [T]) -> [T, E]`: rows of a plain or packed table.
+    `gated_activation(gate_up [..., 2F], name) -> activation(gate) * up [..., F]`.
     `rms_norm(x [..., E], weight [E], eps) -> [..., E]` computes in float32.
     """
 
@@ -51,3 +52,4 @@ class Ops:
     linear: Callable[[jax.Array, Any, jax.Array | None], jax.Array]
     rms_norm: Callable[[jax.Array, jax.Array, float], jax.Array]
     embed: Callable[[Any, jax.Array], jax.Array]
+    gated_activation: Callable[[jax.Array, str], jax.Array]

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.layers.mlp import ACTIVATIONS
 from jaxserve.layers.rope import Rope
 from jaxserve.layers.rope_scaling import make_rope
+from pallas_kernels.gated_activation import ACTIVATIONS
 
 HFConfig = Mapping[str, Any]
 
