@@ -53,6 +53,11 @@ def layer_format(settings: Mapping[str, Any]) -> "CompressedTensors":
     sparsity = settings.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity:
         setting(sparsity, "format", "dense", ("dense",))
+    if settings.get("transform_config"):
+        raise ModelLoadError(
+            "quantization: transform_config asks for rotations of activations, which are not "
+            "supported; take a checkpoint without them"
+        )
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not 1 <= len(groups) <= MAX_SCHEMES:
         raise ModelLoadError(f"quantization: want 1 to {MAX_SCHEMES} config_groups")

@@ -48,7 +48,15 @@ class FP8:
     title = "8-bit floats"
     markers = ("weight",)
     parts = ("weight", "weight_scale_inv", "weight_scale")
-    ignored = ("input_scale", "activation_scale", "k_scale", "v_scale", "q_scale")
+    ignored = (
+        "input_scale",
+        "input_scale_ub",
+        "activation_scale",
+        "kv_scale",
+        "k_scale",
+        "v_scale",
+        "q_scale",
+    )
 
     def is_packed(self, layer: PackedLayer) -> bool:
         return layer.dtype("weight").startswith("F8_")

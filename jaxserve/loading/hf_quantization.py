@@ -29,6 +29,7 @@ _METHODS: Mapping[str, Callable[[Mapping[str, Any]], LayerFormat]] = {
     "awq": awq.layer_format,
     "compressed-tensors": compressed_tensors.layer_format,
     "fp8": fp8_checkpoint.layer_format,
+    "fbgemm_fp8": fp8_checkpoint.layer_format,
 }
 
 

@@ -27,6 +27,10 @@ from tests.support.tiny_checkpoints import LLAMA, tiny_tensors
 GOLDENS = Path(__file__).resolve().parent.parent / "goldens/quantized"
 SETTINGS = json.loads((GOLDENS / "settings.json").read_text())
 RNG = np.random.default_rng
+CHANNEL = make.compressed_settings("int-quantized", num_bits=8, type="int", strategy="channel")
+PACKED = make.compressed_settings(
+    "pack-quantized", num_bits=4, type="int", strategy="group", group_size=32, symmetric=False
+)
 
 # Every way a checkpoint may be packed: (settings, maker of a layer).
 WAYS: dict[str, tuple[dict[str, Any], Any]] = {
@@ -223,10 +227,8 @@ def test_a_quantised_folder_without_packed_layers(tmp_path: Path) -> None:
             make.compressed_settings("int-quantized") | {"sparsity_config": {"format": "2:4"}},
             "format is '2:4'; supported: 'dense'",
         ),
-        (
-            make.compressed_settings("int-quantized") | {"config_groups": {"a": {}}},
-            "no settings of weights",
-        ),
+        (PACKED | {"config_groups": {"a": {}}}, "no settings of weights"),
+        (PACKED | {"transform_config": {"r1": {}}}, "rotations of activations"),
     ],
 )
 def test_refused_settings_name_the_folder(settings: Any, problem: str, tmp_path: Path) -> None:
@@ -254,7 +256,8 @@ def test_fp8_with_one_scale_or_one_per_row(shape: tuple[int, ...], tmp_path: Pat
     )
     tensors["weight_scale"] = tensors["weight_scale"].reshape(shape)
     tensors["input_scale"] = np.ones(1, np.float32)
-    check_exact(layer(tmp_path, tensors, {"quant_method": "fp8"}), matrix)
+    for method in ("fp8", "fbgemm_fp8"):
+        check_exact(layer(tmp_path, tensors, {"quant_method": method}), matrix)
 
 
 def test_fp8_scales_that_are_powers_of_two(tmp_path: Path) -> None:
@@ -269,10 +272,6 @@ def test_fp8_scales_that_are_powers_of_two(tmp_path: Path) -> None:
         layer(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": [16, 16]})
 
 
-CHANNEL = make.compressed_settings("int-quantized", num_bits=8, type="int", strategy="channel")
-PACKED = make.compressed_settings(
-    "pack-quantized", num_bits=4, type="int", strategy="group", group_size=32, symmetric=False
-)
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 NAN_WEIGHT = np.full((16, 64), 0xFF, np.uint8).view(make.ml_dtypes.float8_e4m3fn)
 
