@@ -3,8 +3,9 @@
 Usage: make_environment.py FOLDER [--extra NAME]... [--jax VERSION]
 
 A stamp in the environment says what it was installed from (a hash of pyproject.toml, the Python
-version, the extras, a pinned jax), so a second run takes no time. Standard library only: it runs
-before anything is installed.
+version, the extras, a pinned jax), so a second run takes no time. The native kernels are compiled
+into the tree by build_native.py, which has a stamp of its own and is asked every time: their
+sources change without pyproject.toml. Standard library only: it runs before anything is installed.
 """
 
 import argparse
@@ -19,6 +20,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = "jaxserve-stamp.json"
 OLDEST = (3, 12)
+# Needed by the editable install and by build_native.py; here and not in the build's own isolated
+# environment, which would install jaxlib a second time for its headers.
+BUILD_TOOLS = ("scikit-build-core>=0.11", "cmake>=3.26", "ninja>=1.11")
+# The native module is built into the tree instead, so that it follows the sources.
+EDITABLE = {"wheel.cmake": "false", "wheel.py-api": "py3", "editable.mode": "inplace"}
 
 
 @dataclass(frozen=True)
@@ -87,19 +93,27 @@ def ensure_pip(folder: Path) -> None:
             create(folder)
 
 
+def has_native_sources() -> bool:
+    return (ROOT / "CMakeLists.txt").exists()
+
+
 def install(folder: Path, wanted: Stamp) -> None:
     """Install the repository, editable, with its dependencies."""
     extras = f"[{','.join(wanted.extras)}]" if wanted.extras else ""
     pinned = [f"jax=={wanted.jax}"] if wanted.jax else []
     say(f"installing jaxserve{extras} {' '.join(pinned)} (the first time takes a minute or two)")
-    command = [
-        str(folder / "bin" / "python"),
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-    ]
-    command += ["--progress-bar", "off", "--editable", f"{ROOT}{extras}", *pinned]
+    if has_native_sources():
+        pip_install(folder, list(BUILD_TOOLS))
+    settings = [f"--config-settings={name}={value}" for name, value in EDITABLE.items()]
+    editable = ["--no-build-isolation", *settings, "--editable", f"{ROOT}{extras}"]
+    pip_install(folder, [*editable, *pinned])
+
+
+def pip_install(folder: Path, what: list[str]) -> None:
+    """pip install, showing the lines that tell how far it is. Exits when pip fails."""
+    python = str(folder / "bin" / "python")
+    command = [python, "-m", "pip", "install", "--disable-pip-version-check"]
+    command += ["--progress-bar", "off", *what]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
@@ -107,6 +121,14 @@ def install(folder: Path, wanted: Stamp) -> None:
                 print(f"  {line.partition(' (from')[0].rstrip()[:160]}", flush=True)
     if process.returncode != 0:
         sys.exit("pip could not install jaxserve; its message is above. Correct it and run again")
+
+
+def build_native(folder: Path) -> None:
+    """Compile the native kernels, if their sources have changed. Does without when it cannot."""
+    if has_native_sources():
+        command = [str(folder / "bin" / "python"), str(ROOT / "scripts" / "build_native.py")]
+        if subprocess.run(command, check=False).returncode != 0:
+            sys.exit("building the native kernels ended unexpectedly; its message is above")
 
 
 def make(folder: Path, extras: tuple[str, ...], jax: str) -> None:
@@ -135,6 +157,7 @@ def main() -> None:
     with Path(__file__).open(encoding="utf-8") as lock:  # two scripts started at once take turns
         fcntl.flock(lock, fcntl.LOCK_EX)
         make(ROOT / options.folder, tuple(options.extra), options.jax)
+        build_native(ROOT / options.folder)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ references.
 """
 
 import platform
+import re
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,9 +28,25 @@ def why_not() -> str | None:
         native.isa()
     except RuntimeError as error:
         return str(error)
+    built, have = native.ffi_api(), _ffi_api_of_jaxlib()
+    if built > have:
+        return (
+            "the native CPU kernels were built for a newer jaxlib (XLA FFI "
+            f"{built[0]}.{built[1]}) than this one ({have[0]}.{have[1]}); reinstall jaxserve here, "
+            "or upgrade jax"
+        )
     for name, capsule in native.handlers().items():
         jax.ffi.register_ffi_target(name, capsule, platform="cpu")
     return None
+
+
+def _ffi_api_of_jaxlib() -> tuple[int, int]:
+    """(major, minor): XLA refuses to start with handlers that were built for a later one."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    numbers = dict(
+        re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header.read_text(encoding="utf-8"))
+    )
+    return int(numbers["MAJOR"]), int(numbers["MINOR"])
 
 
 def module() -> Any:
