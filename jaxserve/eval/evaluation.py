@@ -103,9 +103,8 @@ def evaluate(
     Raises InvalidRequestError for what cannot be scored, ModelLoadError if logits are NaN.
     """
     windows = text_windows(text.ids, text.prefix, context=context, stride=stride)
-    longest = max(len(window.token_ids) for window in windows)
-    served = TeacherForced(model, config, longest)
-    other = None if baseline is None else _baseline(baseline, config, text, longest)
+    served = TeacherForced(model, config, context)
+    other = None if baseline is None else _baseline(baseline, config, text, context)
     total = sum(window.num_scored for window in windows)
     with progress("tokens", total) as advance:
         scores = score_windows(served, other, windows, advance)
@@ -168,7 +167,7 @@ def _score_chunk(
 
 
 def _baseline(
-    baseline: LoadedModel, config: EngineConfig, text: EvalText, longest: int
+    baseline: LoadedModel, config: EngineConfig, text: EvalText, context: int
 ) -> TeacherForced:
     ids = tokenize(text.text, baseline, len(text.ids))
     if (ids.ids, ids.prefix) != (text.ids, text.prefix):
@@ -178,7 +177,7 @@ def _baseline(
             "against",
         )
     plain = replace(config, dtype="float32", attention_backend="reference")
-    return TeacherForced(baseline, plain, longest)
+    return TeacherForced(baseline, plain, context)
 
 
 def _check_numbers(values: Any, whose: str) -> None:

@@ -43,9 +43,10 @@ class Chunk:
 class TeacherForced:
     """A model and a pool that holds one window."""
 
-    def __init__(self, model: LoadedModel, config: EngineConfig, longest_window: int) -> None:
+    def __init__(self, model: LoadedModel, config: EngineConfig, context: int) -> None:
         """config: how it is served (backend, types, page size; max_batch_tokens is the longest
-        chunk). longest_window: tokens.
+        chunk). context: tokens of the longest window. They fix every shape, so that texts of all
+        lengths share compiled programs.
 
         Raises ModelLoadError if the model breaks its contract, NotImplementedError for an unknown
         backend.
@@ -57,14 +58,13 @@ class TeacherForced:
         self._model = model
         self._num_groups = len(kv_spec.groups)
         self._page_size = config.page_size
-        self._pages = -(-longest_window // config.page_size)
-        self.chunk_tokens = min(config.max_batch_tokens, longest_window)
+        self._pages = -(-context // config.page_size)
+        self.chunk_tokens = min(config.max_batch_tokens, context)
         self._bucket = Bucket(
             decode_rows=0, width=1, prefill_rows=1, prefill_tokens=self.chunk_tokens
         )
-        self._pool = make_pool(
-            kv_spec, self._pages + 1, config.page_size, dtype
-        )  # page 0 is no one's
+        with_page_0 = self._pages + 1
+        self._pool = make_pool(kv_spec, with_page_0, config.page_size, dtype)
 
     @property
     def params(self) -> Params:

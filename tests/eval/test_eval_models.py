@@ -56,7 +56,7 @@ def test_packed_weights_say_what_their_float32_expansion_says(
     text = tokenize(read_text(TEXT), model, POSITIONS + (0 if model.tokenizer.adds_bos else 1))
     expanded = load_model(name, dtype="float32")
     report = evaluate(
-        model, CONFIG, text, context=1024, stride=1000, baseline=expanded, progress=quiet
+        model, CONFIG, text, context=512, stride=500, baseline=expanded, progress=quiet
     )
     assert report["num_scored_tokens"] == POSITIONS
     assert report["weight_bytes"] < 0.3 * report["baseline"]["weight_bytes"]
