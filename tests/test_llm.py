@@ -6,11 +6,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 import jaxserve
+from jaxserve.core.backends import weight_layout
 from jaxserve.engine.request import Request
 from jaxserve.errors import EngineDeadError, InvalidRequestError
 from jaxserve.llm import LLM
@@ -65,7 +67,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeLLM]:
 
     def make_one(loaded=None, script=echo, config=None, **options) -> tuple[LLM, FakeEngine]:
         engine = FakeEngine(script, max_model_len=64, **options)
-        monkeypatch.setattr("jaxserve.llm.Engine", lambda *args: engine)
+        monkeypatch.setattr("jaxserve.llm.Engine", lambda *args, **options: engine)
         llm = LLM(loaded or model(), **(config or {}))
         made.append((llm, engine))
         return made[-1]
@@ -319,20 +321,35 @@ def test_unknown_arguments_name_the_known_ones(make):
         LLM(model(), max_batch_rows=0)
 
 
-def test_a_name_is_loaded_with_the_dtype_asked_for(make, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("backend", "quantization", "layout"),
+    [
+        ("reference", None, None),
+        ("reference", "int8", "rows"),
+        ("auto", None, weight_layout("auto")),
+    ],
+)
+def test_a_name_is_loaded_as_asked_for(make, monkeypatch, caplog, backend, quantization, layout):
     caplog.set_level("INFO", "jaxserve")
     asked = []
 
-    def load(name: str, dtype: str, progress: Callable[[str], None]) -> LoadedModel:
+    def load(name: str, progress: Callable[[str], None], **options: Any) -> LoadedModel:
         progress(f"loaded {name}")
-        asked.append((name, dtype))
+        asked.append((name, options))
         return model()
 
     monkeypatch.setattr("jaxserve.llm.load_model", load)
-    llm, _ = make("some-model", config={"dtype": "float32"})
-    assert asked == [("some-model", "float32")]
+    config = {"dtype": "float32", "attention_backend": backend, "quantization": quantization}
+    llm, _ = make("some-model", config=config)
+    options = {"dtype": "float32", "quantization": quantization, "weight_layout": layout}
+    assert asked == [("some-model", options)]
     assert llm.model.name == "fake"
     assert [r.message for r in caplog.records] == ["loaded some-model", "warming up"]
+
+
+def test_a_loaded_model_cannot_be_quantised():
+    with pytest.raises(TypeError, match="give a name or path"):
+        LLM(model(), quantization="int8")
 
 
 def test_progress_goes_to_stderr(make, capfd):
