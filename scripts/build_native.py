@@ -47,7 +47,7 @@ def say(text: str) -> None:
 
 def sources_digest() -> str:
     """A hash of everything that is compiled and of how it is compiled."""
-    files = [path for kind in ("*.cc", "*.h") for path in PACKAGE.rglob(kind)]
+    files = [path for kind in ("*.cc", "*.h", "*.cmake") for path in PACKAGE.rglob(kind)]
     digest = hashlib.sha256()
     for path in [ROOT / "CMakeLists.txt", *sorted(files)]:
         content = path.read_bytes()
