@@ -13,11 +13,15 @@ from pallas_kernels import native
 from pallas_kernels.gated_activation import gated_activation
 from pallas_kernels.quantized_matmul import QuantizedArray, StackedRows, matmul, take_rows
 from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rope import rotate
+from pallas_kernels.row_sum import row_sum
 
 BACKENDS = ("auto", "reference", "cpu")
 # Made once, because ops are compared: equal engines share programs.
 _NORMS = {backend: partial(rms_norm, backend=backend) for backend in BACKENDS[1:]}
 _GATES = {backend: partial(gated_activation, backend=backend) for backend in BACKENDS[1:]}
+_ROTATIONS = {backend: partial(rotate, backend=backend) for backend in BACKENDS[1:]}
+_SUMS = {backend: partial(row_sum, backend=backend) for backend in BACKENDS[1:]}
 
 
 def choose_backend(backend: str) -> str:
@@ -55,6 +59,8 @@ def make_ops(backend: str, kv_spec: KVSpec) -> Ops:
         rms_norm=_NORMS[backend],
         embed=embed,
         gated_activation=_GATES[backend],
+        rotate=_ROTATIONS[backend],
+        row_sum=_SUMS[backend],
     )
 
 

@@ -4,6 +4,7 @@ Opaque to models: they hand it to `ops.attend` and take it back.
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -22,6 +23,9 @@ class LayerKV(NamedTuple):
     values: jax.Array
     key_scales: jax.Array | None = None
     value_scales: jax.Array | None = None
+
+
+_ZEROING_THREADS = 4
 
 
 @partial(
@@ -99,6 +103,13 @@ def make_pool(
     shapes = pool_shapes(spec, num_pages, page_size, dtype)
     if place is None:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    return jax.tree.map(
-        lambda leaf, where: jnp.zeros(leaf.shape, leaf.dtype, device=where), shapes, place(shapes)
-    )
+
+    def zeros(leaf: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.Array:
+        return jnp.zeros(leaf.shape, leaf.dtype, device=where)
+
+    leaves, treedef = jax.tree.flatten(shapes)
+    # Touching a gibibyte for the first time takes the system most of a second on one thread.
+    with ThreadPoolExecutor(_ZEROING_THREADS) as threads:
+        return jax.tree.unflatten(
+            treedef, threads.map(zeros, leaves, jax.tree.leaves(place(shapes)))
+        )

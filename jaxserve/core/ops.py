@@ -44,6 +44,8 @@ class Ops:
     array or a packed one (QuantizedArray, StackedRows).
     `embed(table [V, E], tokens [T]) -> [T, E]`: rows of a plain or packed table.
     `gated_activation(gate_up [..., 2F], name) -> activation(gate) * up [..., F]`.
+    `rotate(x [T, H, D], cos [T, D/2], sin [T, D/2])` turns the pairs (i, i + D/2) of every head.
+    `row_sum(x [R, N]) -> [R]`, float32, is what the sampler normalises with.
     `rms_norm(x [..., E], weight [E], eps) -> [..., E]` computes in float32.
     """
 
@@ -53,3 +55,5 @@ class Ops:
     rms_norm: Callable[[jax.Array, jax.Array, float], jax.Array]
     embed: Callable[[Any, jax.Array], jax.Array]
     gated_activation: Callable[[jax.Array, str], jax.Array]
+    rotate: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    row_sum: Callable[[jax.Array], jax.Array]

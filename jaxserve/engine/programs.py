@@ -75,7 +75,11 @@ class Programs:
         R, W, E = hidden.shape
         logits = self.model.unembed(self.config, params, hidden.reshape(R * W, E), self.ops)
         output, state = sample(
-            logits.reshape(R, W, -1), sampling, state, vocab_size=self.vocab_size
+            logits.reshape(R, W, -1),
+            sampling,
+            state,
+            vocab_size=self.vocab_size,
+            row_sum=self.ops.row_sum,
         )
         pad = self.max_rows - R
         last = LastOutput(

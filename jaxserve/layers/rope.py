@@ -61,10 +61,3 @@ def _dynamic_divisor(scaling: DynamicScaling, head_dim: int, position: jax.Array
     stretch = scaling.factor * length / scaling.original_length - (scaling.factor - 1.0)
     exponent = -np.arange(0, head_dim, 2) / (head_dim - 2)
     return jnp.exp(jnp.log(stretch) * jnp.asarray(exponent, jnp.float32))
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate the pairs (i, i + D/2) of every head. x [T, heads, D]; cos, sin [T, D/2]."""
-    first, second = jnp.split(x, 2, axis=-1)
-    cos, sin = cos[:, None, :].astype(x.dtype), sin[:, None, :].astype(x.dtype)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -21,7 +21,7 @@ from jaxserve.errors import ModelLoadError
 from jaxserve.layers.embedding import logits
 from jaxserve.layers.mlp import gated_mlp
 from jaxserve.layers.norms import centered_rms_norm
-from jaxserve.layers.rope import Rope, cos_and_sin, rotate
+from jaxserve.layers.rope import Rope, cos_and_sin
 from jaxserve.layers.rope_scaling import make_rope
 from jaxserve.models import hf_config
 from jaxserve.models.base import ModelDef, Params, ParamSpec, Taps, WeightNames, matrix
@@ -242,8 +242,8 @@ def attention_inputs(
     normed = centered_rms_norm(ops, hidden, layer["attention_norm"], eps)
     qkv = ops.linear(normed, layer["qkv"], layer.get("qkv_bias"))
     q, k, v = jnp.split(qkv.reshape(-1, H + 2 * K, D), (H, H + K), axis=1)
-    q = rotate(centered_rms_norm(ops, q, layer["q_norm"], eps), cos, sin)
-    k = rotate(centered_rms_norm(ops, k, layer["k_norm"], eps), cos, sin)
+    q = ops.rotate(centered_rms_norm(ops, q, layer["q_norm"], eps), cos, sin)
+    k = ops.rotate(centered_rms_norm(ops, k, layer["k_norm"], eps), cos, sin)
     return q, k, v
 
 

@@ -20,7 +20,7 @@ from jaxserve.core.step_batch import StepBatch
 from jaxserve.errors import ModelLoadError
 from jaxserve.layers.embedding import logits
 from jaxserve.layers.mlp import gated_mlp
-from jaxserve.layers.rope import Rope, cos_and_sin, rotate
+from jaxserve.layers.rope import Rope, cos_and_sin
 from jaxserve.models import hf_config
 from jaxserve.models.base import ModelDef, Params, ParamSpec, Taps, WeightNames, matrix
 from jaxserve.models.windows import group_by_window
@@ -246,7 +246,7 @@ def attention_inputs(
     if config.qk_norm:
         q = ops.rms_norm(q, layer["q_norm"], config.rms_norm_eps)
         k = ops.rms_norm(k, layer["k_norm"], config.rms_norm_eps)
-    return rotate(q, cos, sin), rotate(k, cos, sin), v
+    return ops.rotate(q, cos, sin), ops.rotate(k, cos, sin), v
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -15,6 +15,7 @@ score among the kept tokens wins (Gumbel-max). Nothing is sorted to find out whi
 A row's path depends on its own settings and logits, never on its neighbours'.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -30,6 +31,10 @@ CANDIDATES = 128
 SMALLEST_TEMPERATURE = float(jnp.finfo(jnp.float32).tiny)
 
 
+# Sums of the rows [S] of [S, N]. A backend may have one whose order no other row can change.
+RowSum = Callable[[jax.Array], jax.Array]
+
+
 class Filters(NamedTuple):
     """What shapes each row's distribution, one value a row [S]; 0, 1 and 0 switch a filter off."""
 
@@ -40,7 +45,12 @@ class Filters(NamedTuple):
 
 
 def draw(
-    logits: jax.Array, peak: jax.Array, filters: Filters, keys: jax.Array, wanted: jax.Array
+    logits: jax.Array,
+    peak: jax.Array,
+    filters: Filters,
+    keys: jax.Array,
+    wanted: jax.Array,
+    row_sum: RowSum,
 ) -> jax.Array:
     """Tokens [S] int32 drawn in the rows `wanted` [S]; what the others hold means nothing.
 
@@ -50,20 +60,25 @@ def draw(
     limited = wanted & (filters.top_k > 0) & (filters.top_k < vocab)
     tokens, narrow = lax.cond(
         jnp.any(limited),
-        lambda: _draw_narrow(logits, peak, filters, keys, limited),
+        lambda: _draw_narrow(logits, peak, filters, keys, limited, row_sum),
         lambda: (jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool)),
     )
     wide = wanted & ~narrow
     wide_tokens = lax.cond(
         jnp.any(wide),
-        lambda: _draw_wide(logits, peak, filters, keys, wide, limited & wide),
+        lambda: _draw_wide(logits, peak, filters, keys, wide, limited & wide, row_sum),
         lambda: tokens,
     )
     return jnp.where(narrow, tokens, wide_tokens)
 
 
 def _draw_narrow(
-    logits: jax.Array, peak: jax.Array, filters: Filters, keys: jax.Array, limited: jax.Array
+    logits: jax.Array,
+    peak: jax.Array,
+    filters: Filters,
+    keys: jax.Array,
+    limited: jax.Array,
+    row_sum: RowSum,
 ) -> tuple[jax.Array, jax.Array]:
     """Draw among the largest logits: tokens [S], and which rows keep no token besides these."""
     count = min(CANDIDATES, logits.shape[1])
@@ -74,7 +89,7 @@ def _draw_narrow(
     last = top[:, -1]
     complete = (last < floor[:, 0]) | (last == -jnp.inf) | (count == logits.shape[1])
     narrow = limited & (filters.top_k <= count) & complete
-    winner = _race(top, ids, floor, peak, filters, keys, narrow)
+    winner = _race(top, ids, floor, peak, filters, keys, narrow, row_sum)
     return jnp.take_along_axis(ids, winner[:, None], axis=1)[:, 0], narrow
 
 
@@ -85,6 +100,7 @@ def _draw_wide(
     keys: jax.Array,
     wide: jax.Array,
     limited: jax.Array,
+    row_sum: RowSum,
 ) -> jax.Array:
     """Draw among the whole vocabulary: tokens [S]."""
     vocab = logits.shape[1]
@@ -95,7 +111,7 @@ def _draw_wide(
     )
     floor = jnp.where(limited, floor, -jnp.inf)
     ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
-    return _race(logits, ids, floor[:, None], peak, filters, keys, wide)
+    return _race(logits, ids, floor[:, None], peak, filters, keys, wide, row_sum)
 
 
 def _race(
@@ -106,6 +122,7 @@ def _race(
     filters: Filters,
     keys: jax.Array,
     rows: jax.Array,
+    row_sum: RowSum,
 ) -> jax.Array:
     """Index [S] of the winner among logits [S, N] of tokens ids [S or 1, N], floor [S, 1] and more.
 
@@ -120,26 +137,31 @@ def _race(
     return lax.cond(
         jnp.any(filtered),
         lambda: _rerun(
-            scores, jnp.where(kept, jnp.exp(scaled), 0.0), winner, filters.top_p, filtered
+            scores, jnp.where(kept, jnp.exp(scaled), 0.0), winner, filters.top_p, filtered, row_sum
         ),
         lambda: winner,
     )
 
 
 def _rerun(
-    scores: jax.Array, weights: jax.Array, winner: jax.Array, top_p: jax.Array, rows: jax.Array
+    scores: jax.Array,
+    weights: jax.Array,
+    winner: jax.Array,
+    top_p: jax.Array,
+    rows: jax.Array,
+    row_sum: RowSum,
 ) -> jax.Array:
     """The winner [S] after top_p, given scores and unnormalised probabilities [S, N], 0 if dropped.
 
     Sums of more terms are never smaller, whatever the rounding, so what top_p keeps is all above a
     threshold, and ties at the threshold are all in.
     """
-    target = top_p * jnp.sum(weights, axis=1)
+    target = top_p * row_sum(weights)
 
     def judge(winner: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The winners' weights [S], and which of them top_p drops. The most likely always stay."""
         weight = jnp.take_along_axis(weights, winner[:, None], axis=1)
-        above = jnp.sum(jnp.where(weights > weight, weights, 0.0), axis=1)
+        above = row_sum(jnp.where(weights > weight, weights, 0.0))
         return weight[:, 0], rows & (above > 0.0) & (above >= target)
 
     def again(state: _Round) -> _Round:

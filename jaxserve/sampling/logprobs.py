@@ -5,17 +5,18 @@ import jax.numpy as jnp
 
 from jaxserve.core.step_batch import Logprobs
 from jaxserve.sampling import largest
+from jaxserve.sampling.draws import RowSum
 from jaxserve.sampling_params import MAX_LOGPROBS
 
 
-def raw_logprobs(logits: jax.Array, tokens: jax.Array) -> Logprobs:
+def raw_logprobs(logits: jax.Array, tokens: jax.Array, row_sum: RowSum) -> Logprobs:
     """Logprobs with leading axis S, from raw logits [S, V] and drawn tokens [S].
 
     A token's rank is 1 plus the number of strictly more likely tokens. Impossible tokens have
     -inf. Where fewer than MAX_LOGPROBS tokens are possible, the rest of top_ids is -1.
     """
     peak = jnp.max(logits, axis=1, keepdims=True)
-    log_total = jnp.log(jnp.sum(jnp.exp(logits - peak), axis=1, keepdims=True)) + peak
+    log_total = jnp.log(row_sum(jnp.exp(logits - peak)))[:, None] + peak
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)
     more_likely = jnp.sum(logits > chosen, axis=1, dtype=jnp.int32)
     k = min(MAX_LOGPROBS, logits.shape[1])

@@ -16,16 +16,22 @@ from jax import lax
 
 from jaxserve.core.step_batch import SamplingBatch, SamplingState, StepOutput
 from jaxserve.sampling import largest
-from jaxserve.sampling.draws import SMALLEST_TEMPERATURE, Filters, draw
+from jaxserve.sampling.draws import SMALLEST_TEMPERATURE, Filters, RowSum, draw
 from jaxserve.sampling.logprobs import no_logprobs, raw_logprobs
 from jaxserve.sampling.masks import add_bias, suppress
 from jaxserve.sampling.penalties import penalise
 from jaxserve.sampling.random import draw_keys
 from jaxserve.sampling.state import count_tokens
+from pallas_kernels.row_sum.reference import row_sum_reference
 
 
 def sample(
-    logits: jax.Array, sampling: SamplingBatch, state: SamplingState, *, vocab_size: int
+    logits: jax.Array,
+    sampling: SamplingBatch,
+    state: SamplingState,
+    *,
+    vocab_size: int,
+    row_sum: RowSum = row_sum_reference,
 ) -> tuple[StepOutput, SamplingState]:
     """Draw a token at each of the R x W positions, and count the rows' first tokens.
 
@@ -33,7 +39,8 @@ def sample(
     Every position is drawn from its own logits with the counts of the step's start, and
     num_accepted is 0: with W > 1 the later positions are for whoever verifies drafts.
     `ok` is False in active rows that hold a NaN or +inf, or nothing that may be drawn; their tokens
-    are 0 and uncounted. Inactive rows are ok and hold token 0.
+    are 0 and uncounted. Inactive rows are ok and hold token 0. row_sum: the backend's, for the
+    sums that normalise.
     Raises ValueError while tracing when the state is narrower than vocab_size.
     """
     rows, width, _ = logits.shape
@@ -54,13 +61,15 @@ def sample(
     tokens, finite = lax.cond(
         plain,
         lambda: _largest(raw),
-        lambda: _choose(_edit(raw, edits, flat, state), flat, drawn),
+        lambda: _choose(_edit(raw, edits, flat, state), flat, drawn, row_sum),
     )
     sound = flat.active & finite
     tokens = jnp.where(sound, tokens, 0)
     asked = sound & (flat.num_logprobs >= 0)
     logprobs = lax.cond(
-        jnp.any(asked), lambda: raw_logprobs(raw, tokens), lambda: no_logprobs(rows * width)
+        jnp.any(asked),
+        lambda: raw_logprobs(raw, tokens, row_sum),
+        lambda: no_logprobs(rows * width),
     )
     tokens = tokens.reshape(rows, width)
     ok = jnp.all((sound | ~real).reshape(rows, width), axis=1)
@@ -139,7 +148,7 @@ def _largest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _choose(
-    logits: jax.Array, flat: SamplingBatch, drawn: jax.Array
+    logits: jax.Array, flat: SamplingBatch, drawn: jax.Array, row_sum: RowSum
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens [S] from edited logits [S, V], drawn in the rows `drawn` and greedy in the others;
     and which rows have a finite largest logit."""
@@ -155,6 +164,6 @@ def _choose(
 
     def drawn_tokens() -> jax.Array:
         keys = draw_keys(flat.seed, flat.choice, flat.positions)
-        return jnp.where(wanted, draw(logits, peak, filters, keys, wanted), best)
+        return jnp.where(wanted, draw(logits, peak, filters, keys, wanted, row_sum), best)
 
     return lax.cond(jnp.any(wanted), drawn_tokens, lambda: best), finite

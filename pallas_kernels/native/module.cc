@@ -13,6 +13,8 @@
   X(jaxserve_matmul)   \
   X(jaxserve_take_rows) \
   X(jaxserve_rms_norm)  \
+  X(jaxserve_rope)      \
+  X(jaxserve_row_sum)   \
   X(jaxserve_gated_activation) \
   X(jaxserve_paged_attention)
 

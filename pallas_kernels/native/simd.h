@@ -27,6 +27,13 @@ typedef uint8_t vu8 __attribute__((vector_size(JS_LANES)));
 #define JS_INLINE inline __attribute__((always_inline))
 #define JS_INLINE_LAMBDA __attribute__((always_inline))
 
+// For asm statements that hide a vector's value from the compiler.
+#if defined(__x86_64__)
+#define JS_VECTOR_OPERAND(v) "+x"(v)
+#else
+#define JS_VECTOR_OPERAND(v) "+w"(v)
+#endif
+
 // Unaligned, alias-free loads and stores: one instruction each.
 template <class V, class T>
 JS_INLINE V load(const T* p) {

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.layers.rope import Rope, cos_and_sin, rotate
+from jaxserve.layers.rope import Rope, cos_and_sin
 from jaxserve.layers.rope_scaling import make_rope
+from pallas_kernels.rope import rotate
 
 RULES = json.loads((Path(__file__).parents[1] / "goldens" / "rope" / "rules.json").read_text())
 LLAMA3 = {
