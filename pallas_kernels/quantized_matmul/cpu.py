@@ -15,6 +15,7 @@ import numpy as np
 
 from pallas_kernels import native
 from pallas_kernels.quantized_matmul.array import QuantizedArray
+from pallas_kernels.quantized_matmul.checks import check_array
 from pallas_kernels.quantized_matmul.formats import Format
 
 PANEL = 32
@@ -92,6 +93,7 @@ def take_rows_panels(w: QuantizedArray, rows: jax.Array) -> jax.Array:
 
 
 def _panels(w: QuantizedArray) -> jax.Array:
+    check_array(w)
     panels = w.parts["panels"]
     want = panels_shape(w.format, *w.shape, w.group)
     if panels.shape != want or panels.dtype != jnp.uint8:

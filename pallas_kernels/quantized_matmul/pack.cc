@@ -204,11 +204,11 @@ void pack_dense_row(const Rows& rows, int64_t n, int lane, uint8_t* out) {
 
 int64_t panel_bytes(int format, int64_t k, int64_t group) {
   Block block;
-  if (block_of(format, &block)) return k / block.size * block.packed;
+  if (block_of(format, &block)) return k % block.size ? -1 : k / block.size * block.packed;
   if (format == 0) return k * kPanel * 4;
   if (format == 1 || format == 2) return k * kPanel * 2;
-  if (format >= 10 && format <= 12) return k / group * group_bytes(format, group);
-  return -1;
+  if (format < 10 || format > 12 || group < 1 || k % group || (format == 10 && group % 8)) return -1;
+  return k / group * group_bytes(format, group);
 }
 
 void pack_panels(const Rows& rows, int64_t first, int64_t last, uint8_t* out) {

@@ -16,7 +16,8 @@ struct Rows {
   const uint8_t* zeros;   // grouped: [n, k / group] or null
 };
 
-// Bytes of one panel of 32 output rows; -1 for an unknown format.
+// Bytes of one panel of 32 output rows; -1 for an unknown format, inputs that are not whole blocks
+// or groups, and groups of 4-bit codes that are not whole words.
 int64_t panel_bytes(int format, int64_t k, int64_t group);
 
 // Write panels [first, last) to out, which starts at panel `first`.
