@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from jaxserve.cli.engine_options import EngineOptions
+from jaxserve.cli.garbage import collect_as_usual
 from jaxserve.core.compile_cache import use_compile_cache
 from jaxserve.core.program_loader import ProgramLoader, program_store
 from jaxserve.core.threads import use_threads
@@ -84,6 +85,7 @@ def start_engine(
     with _timed(phases, "warm_up"):
         client.start(say, wait_for_all=False)
         client.wait_ready()
+    collect_as_usual()
     phases["total"] = time.monotonic() - began
     say(
         f"ready: load {phases['load']:.1f} s, warm-up {phases['warm_up']:.1f} s, "

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from jaxserve.cli import bench, chat, evaluate, generate, pull, serve
+from jaxserve.cli.garbage import collect_rarely
 
 app = typer.Typer(
     name="jaxserve",
@@ -40,4 +41,5 @@ for module in (serve, chat, generate, pull, bench, evaluate):
 
 def main() -> None:
     """Entry point of the console script."""
+    collect_rarely()
     app()

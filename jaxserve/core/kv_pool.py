@@ -15,6 +15,8 @@ import numpy as np
 
 from jaxserve.core.kv_spec import KVSpec
 
+_ZEROING_THREADS = 4
+
 
 class LayerKV(NamedTuple):
     """One layer's part of the pool; the scales are None unless it is kept in int8."""
@@ -23,9 +25,6 @@ class LayerKV(NamedTuple):
     values: jax.Array
     key_scales: jax.Array | None = None
     value_scales: jax.Array | None = None
-
-
-_ZEROING_THREADS = 4
 
 
 @partial(
