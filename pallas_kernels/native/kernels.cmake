@@ -1,19 +1,15 @@
 # The kernels, once per instruction set: what the Python module and the tests' driver
-# (tests/native) are both made of. Sets OPS, COMMON_FLAGS and OBJECTS.
+# (tests/native) are both made of. Sets HANDLERS, COMMON_FLAGS and OBJECTS.
 
 if(NOT CMAKE_BUILD_TYPE)
   set(CMAKE_BUILD_TYPE Release)
 endif()
 
-# One line per op: <op>/cpu.cc holds the kernels, compiled once per instruction set, and
-# <op>/handlers.cc what XLA calls.
-set(OPS quantized_matmul rms_norm gated_activation paged_attention)
-
+# An op with native kernels is a folder: <op>/cpu.cc holds the kernels, compiled once per instruction
+# set, and <op>/handlers.cc what XLA calls.
 set(PALLAS_KERNELS ${CMAKE_CURRENT_LIST_DIR}/..)
-set(KERNELS)
-foreach(op IN LISTS OPS)
-  list(APPEND KERNELS ${PALLAS_KERNELS}/${op}/cpu.cc)
-endforeach()
+file(GLOB KERNELS CONFIGURE_DEPENDS ${PALLAS_KERNELS}/*/cpu.cc)
+file(GLOB HANDLERS CONFIGURE_DEPENDS ${PALLAS_KERNELS}/*/handlers.cc)
 
 set(COMMON_FLAGS -fvisibility=hidden -ffp-contract=fast -fno-math-errno -Wall -Wextra
                  -Wno-psabi -Wno-missing-field-initializers)
