@@ -6,12 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.core.backends import make_ops
+from jaxserve.core.backends import embed, make_ops
 from jaxserve.core.kv_spec import KVGroup, KVSpec
 from jaxserve.core.ops import Ops
-from jaxserve.layers.embedding import embed, logits
-from jaxserve.layers.mlp import ACTIVATIONS, gated_mlp
+from jaxserve.layers.embedding import logits
+from jaxserve.layers.mlp import gated_mlp
 from jaxserve.layers.norms import centered_rms_norm
+from pallas_kernels.gated_activation import ACTIVATIONS
 
 ERF = np.vectorize(math.erf)
 FORMULAS = {

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jaxserve.sampling import draws
 from jaxserve.sampling.draws import CANDIDATES, Filters, draw
 from jaxserve.sampling.random import draw_keys
+from pallas_kernels.row_sum.reference import row_sum_reference
 from tests.support import sampling_oracle
 
 VOCAB = 300
@@ -46,7 +47,7 @@ def kept():
     every = jnp.ones(VOCAB, bool)
 
     def winners(logits, filters):
-        return draw(logits, jnp.max(logits, axis=1), filters, keys, every)
+        return draw(logits, jnp.max(logits, axis=1), filters, keys, every, row_sum_reference)
 
     with mock.patch.object(draws, "gumbel", favour):
         shape = jnp.zeros((VOCAB, VOCAB), jnp.float32)
@@ -174,7 +175,7 @@ def all_paths(logits, filters, seeds, choices, positions):
     keys = draw_keys(seeds, choices, positions)
     every = jnp.ones(logits.shape[0], bool)
     limited = (filters.top_k > 0) & (filters.top_k < logits.shape[1])
-    tokens = draw(logits, peak, filters, keys, every)
+    tokens = draw(logits, peak, filters, keys, every, row_sum_reference)
     few, narrow = draws._draw_narrow(logits, peak, filters, keys, limited)
     many = draws._draw_wide(logits, peak, filters, keys, every, limited)
     return tokens, few, many, narrow
