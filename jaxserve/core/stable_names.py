@@ -74,7 +74,6 @@ def _own_name(value: Any) -> str:
     return f"{module}.{name}"
 
 
-@cache
 def surroundings() -> str:
     """Everything else a program depends on: our source, JAX, its settings, the kind of machine."""
     settings = {
@@ -93,6 +92,7 @@ def surroundings() -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
+@cache
 def _source_hash() -> str:
     """Of all source that programs are traced from."""
     digest = hashlib.sha256()
