@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.core.backends import make_ops
+from jaxserve.core.kv_spec import KVGroup, KVSpec
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.gemma3 import MODEL, config_from_hf, scaled_embedding
 from tests.support.paged_model import PagedModel, random_params
@@ -112,8 +114,9 @@ def test_each_kind_of_layer_gets_its_window_and_softcap() -> None:
 
 
 def test_scale_of_embeddings_is_rounded_to_the_weights_type() -> None:
+    ops = make_ops("reference", KVSpec((KVGroup("global", (0,), 1, 4),)))
     for dtype, scale in ((jnp.float32, np.float32(640**0.5)), (jnp.bfloat16, 25.25)):
-        got = scaled_embedding(jnp.ones((3, 640), dtype), jnp.asarray([0, 2]))
+        got = scaled_embedding(ops, jnp.ones((3, 640), dtype), jnp.asarray([0, 2]))
         assert got.dtype == dtype
         np.testing.assert_array_equal(got, np.full((2, 640), scale, np.float32))
 

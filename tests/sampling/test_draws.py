@@ -176,8 +176,8 @@ def all_paths(logits, filters, seeds, choices, positions):
     every = jnp.ones(logits.shape[0], bool)
     limited = (filters.top_k > 0) & (filters.top_k < logits.shape[1])
     tokens = draw(logits, peak, filters, keys, every, row_sum_reference)
-    few, narrow = draws._draw_narrow(logits, peak, filters, keys, limited)
-    many = draws._draw_wide(logits, peak, filters, keys, every, limited)
+    few, narrow = draws._draw_narrow(logits, peak, filters, keys, limited, row_sum_reference)
+    many = draws._draw_wide(logits, peak, filters, keys, every, limited, row_sum_reference)
     return tokens, few, many, narrow
 
 
