@@ -6,6 +6,7 @@ each with its scales [32], minima or zero points [32] and codes; q4_k's and q5_k
 take a byte each (2.8 % more), all else keeps its own size. Rows past N in the last panel are zero.
 """
 
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -79,7 +80,7 @@ def matmul_panels(x: jax.Array, w: QuantizedArray) -> jax.Array:
     """
     N, K = w.shape
     panels = _panels(w)
-    flat = x.reshape(-1, K)
+    flat = x.reshape(math.prod(x.shape[:-1]), K)
     out = jax.ShapeDtypeStruct((flat.shape[0], N), jnp.float32)
     y = jax.ffi.ffi_call("jaxserve_matmul", out)(flat, panels, **_attributes(w))
     return y.reshape(*x.shape[:-1], N)
