@@ -4,15 +4,19 @@
 #include <cstring>
 #include <initializer_list>
 
-namespace jaxserve {
-namespace {
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
-bool has(Isa isa) {
+namespace jaxserve {
+
+bool machine_has(Isa isa) {
   if (isa == Isa::kBaseline) return true;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-              __builtin_cpu_supports("f16c");
+  unsigned a, b, c = 0, d;  // "f16c" is a name that only some compilers' builtin knows
+  bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
   if (isa == Isa::kAvx2) return avx2;
   return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -20,6 +24,8 @@ bool has(Isa isa) {
   return false;
 #endif
 }
+
+namespace {
 
 struct Choice {
   Isa isa = Isa::kBaseline;
@@ -30,7 +36,7 @@ Choice choose() {
   const char* wanted = std::getenv("JAXSERVE_CPU_ISA");
   if (wanted == nullptr || *wanted == 0) {
     for (Isa isa : {Isa::kAvx512, Isa::kAvx2})
-      if (has(isa)) return {isa, nullptr};
+      if (machine_has(isa)) return {isa, nullptr};
     return {};
   }
   Isa isa;
@@ -41,9 +47,12 @@ Choice choose() {
   } else if (std::strcmp(wanted, "avx512") == 0) {
     isa = Isa::kAvx512;
   } else {
-    return {Isa::kBaseline, "JAXSERVE_CPU_ISA names no instruction set; choose baseline, avx2 or avx512"};
+    return {Isa::kBaseline,
+            "JAXSERVE_CPU_ISA names no instruction set; choose baseline, avx2 or avx512"};
   }
-  if (!has(isa)) return {Isa::kBaseline, "JAXSERVE_CPU_ISA names an instruction set this machine lacks"};
+  if (!machine_has(isa)) {
+    return {Isa::kBaseline, "JAXSERVE_CPU_ISA names an instruction set this machine lacks"};
+  }
   return {isa, nullptr};
 }
 

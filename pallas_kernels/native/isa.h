@@ -6,6 +6,8 @@ namespace jaxserve {
 
 enum class Isa { kBaseline, kAvx2, kAvx512 };
 
+bool machine_has(Isa isa);
+
 Isa isa_in_use();
 const char* isa_name();  // "baseline" (SSE2 or NEON, by the machine), "avx2", "avx512"
 

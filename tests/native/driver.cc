@@ -3,20 +3,22 @@
 //
 // Usage: driver CASES [COPY...]   CASES: a file of write_cases.py, packed matrices and what they
 // stand for; COPY: baseline, avx2, avx512, lanes16, by default all that this machine can run.
-// lanes16 is the code of the 16-lane copy compiled for AVX2: its logic, for machines without AVX-512.
+// lanes16 is the code of the 16-lane copy compiled for AVX2: its logic where there is no AVX-512.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
 #include <string>
 #include <vector>
 
+#include "driver.h"
 #include "../../pallas_kernels/gated_activation/cpu.h"
 #include "../../pallas_kernels/quantized_matmul/cpu.h"
 #include "../../pallas_kernels/quantized_matmul/pack.h"
 #include "../../pallas_kernels/rms_norm/cpu.h"
+#include "../../pallas_kernels/rope/cpu.h"
+#include "../../pallas_kernels/row_sum/cpu.h"
 
 namespace jaxserve {
 
@@ -25,6 +27,9 @@ namespace lanes16 {
 extern const MatmulKernels matmul_kernels;
 extern const RmsNormKernels rms_norm_kernels;
 extern const GatedActivationKernels gated_activation_kernels;
+extern const RopeKernels rope_kernels;
+extern const RowSumKernels row_sum_kernels;
+extern const PagedAttentionKernels paged_attention_kernels;
 }  // namespace lanes16
 #endif
 
@@ -36,53 +41,49 @@ struct Copy {
   const MatmulKernels& matmul;
   const RmsNormKernels& rms_norm;
   const GatedActivationKernels& gate;
+  const RopeKernels& rope;
+  const RowSumKernels& row_sum;
+  const PagedAttentionKernels& attention;
 };
 
-#define COPY(name, runs_here) \
-  Copy { #name, runs_here, name::matmul_kernels, name::rms_norm_kernels, name::gated_activation_kernels }
+#define COPY(name, runs_here)                                                    \
+  Copy {                                                                         \
+    #name, runs_here, name::matmul_kernels, name::rms_norm_kernels,              \
+        name::gated_activation_kernels, name::rope_kernels, name::row_sum_kernels, \
+        name::paged_attention_kernels                                            \
+  }
 
 std::vector<Copy> copies() {
   std::vector<Copy> all = {COPY(baseline, true)};
 #if defined(__x86_64__)
-  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-              __builtin_cpu_supports("f16c");
-  bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  bool avx2 = machine_has(Isa::kAvx2);
   all.push_back(COPY(avx2, avx2));
   all.push_back(COPY(lanes16, avx2));
-  all.push_back(COPY(avx512, avx512));
+  all.push_back(COPY(avx512, machine_has(Isa::kAvx512)));
 #endif
   return all;
 }
 
 int failures = 0;
 
+}  // namespace
+
 void check(bool good, const char* copy, const std::string& where, const char* what) {
   if (good) return;
   if (++failures <= 20) std::printf("FAILED %s %s: %s\n", copy, where.c_str(), what);
 }
 
-// An array on the heap with nothing after it; a vector may keep more room than it has elements.
-template <class T>
-struct Exact {
-  explicit Exact(int64_t size) : size(size), data(new T[(size_t)size]) {}
-  int64_t size;
-  std::unique_ptr<T[]> data;
-  T* get() { return data.get(); }
-  T& operator[](int64_t i) { return data[(size_t)i]; }
-};
-
-float random_float() {  // -1 to 1, the same on every machine
-  static uint32_t state = 1;
-  state = state * 1664525u + 1013904223u;
-  return (float)(int32_t)state * 0x1p-31f;
-}
-
 Exact<float> random_floats(int64_t size) {
+  static uint32_t state = 1;
   Exact<float> x(size);
-  for (int64_t i = 0; i < size; i++) x[i] = random_float();
+  for (int64_t i = 0; i < size; i++) {
+    state = state * 1664525u + 1013904223u;
+    x[i] = (float)(int32_t)state * 0x1p-31f;
+  }
   return x;
 }
+
+namespace {
 
 // ---- packed matrices ----
 
@@ -237,6 +238,25 @@ void check_gate(const Copy& copy) {
   }
 }
 
+void check_rope_and_sum(const Copy& copy) {
+  for (int64_t half : kSizes) {
+    Exact<float> x = random_floats(2 * half), c = random_floats(half), s = random_floats(half);
+    Exact<float> out(2 * half);
+    copy.rope.head(x.get(), c.get(), s.get(), out.get(), half);
+    double total = 0;
+    for (int64_t i = 0; i < 2 * half; i++) {
+      int64_t pair = i % half;
+      double other = i < half ? -(double)x[i + half] : (double)x[i - half];
+      double want = (double)x[i] * c[pair] + other * s[pair];
+      check(std::fabs(out[i] - want) <= 3e-7, copy.name, std::to_string(half), "rope is wrong");
+      total += x[i];
+    }
+    float sum = copy.row_sum.row(x.get(), 2 * half);
+    check(std::fabs(sum - total) <= 1e-6 * (double)half, copy.name, std::to_string(half),
+          "row_sum is wrong");
+  }
+}
+
 void check_copy(const Copy& copy, std::vector<Case>& cases) {
   double worst = 0;
   for (Case& c : cases) {
@@ -249,6 +269,8 @@ void check_copy(const Copy& copy, std::vector<Case>& cases) {
   }
   check_rms_norm(copy);
   check_gate(copy);
+  check_rope_and_sum(copy);
+  check_attention(copy.attention, copy.name);
   std::printf("%s: %zu matrices, largest error of a product %.1e of the sum of its terms' sizes\n",
               copy.name, cases.size(), worst);
 }
