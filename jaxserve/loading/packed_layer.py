@@ -11,6 +11,7 @@ from jaxserve.loading.safetensors_file import SafetensorsFolder, shown
 from pallas_kernels.quantized_matmul.array import QuantizedArray
 
 _SCALE_TYPES = ("F64", "F32", "F16", "BF16")
+_LARGEST_SCALE = 2.0**100
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,17 @@ class PackedLayer:
         return self.folder.raw(f"{self.name}.{part}")
 
     def scales(self, part: str) -> np.ndarray:
-        """A part of scales as float32; all are finite."""
-        if self.has(part) and self.dtype(part) == "F8_E8M0":  # 2 ** (byte - 127), 255 is NaN
-            exponents = self.raw(part, "F8_E8M0")
-            if (exponents == 255).any():
-                raise self.refusal(f"{part} holds NaN; the file is damaged")
-            return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)
-        values = self.raw(part, *_SCALE_TYPES).astype(np.float32)
-        if not np.isfinite(values).all():
-            raise self.refusal(f"{part} holds infinity or NaN; the file is damaged")
-        return values
+        """A part of scales as float32: finite, and so are their products with any code."""
+        if self.has(part) and self.dtype(part) == "F8_E8M0":
+            # 2 ** (byte - 127); the byte 255 means NaN and comes out too large.
+            values = np.ldexp(1.0, self.raw(part, "F8_E8M0").astype(np.int32) - 127)
+        else:
+            values = self.raw(part, *_SCALE_TYPES).astype(np.float64)
+        if not (np.abs(values) < _LARGEST_SCALE).all():  # false for NaN, too
+            raise self.refusal(
+                f"{part} holds infinity, NaN or a number too large; the file is damaged"
+            )
+        return values.astype(np.float32)
 
     def want_shape(self, part: str, wanted: tuple[int, ...]) -> None:
         """Refuse the layer unless the part has this shape."""

@@ -268,7 +268,7 @@ def test_fp8_scales_that_are_powers_of_two(tmp_path: Path) -> None:
     packed = layer(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": [16, 16]})
     assert expanded(packed)[3, 4] == scaled
     tensors["weight_scale_inv"] = np.array([[255]], np.uint8).view(make.ml_dtypes.float8_e8m0fnu)
-    with pytest.raises(ModelLoadError, match="weight_scale_inv holds NaN"):
+    with pytest.raises(ModelLoadError, match="weight_scale_inv holds infinity, NaN"):
         layer(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": [16, 16]})
 
 
@@ -287,7 +287,7 @@ NAN_WEIGHT = np.full((16, 64), 0xFF, np.uint8).view(make.ml_dtypes.float8_e4m3fn
         ),
         (
             make.fp8_layer, FP8, {"weight_scale_inv": np.full((1, 1), np.nan, np.float32)},
-            "weight_scale_inv holds infinity or NaN",
+            "weight_scale_inv holds infinity, NaN",
         ),
         (make.int8_layer, CHANNEL, {"weight_scale": None}, "weight_scale is missing"),
         (
