@@ -40,12 +40,14 @@ class StepHandle:
     batch: StepBatch
     sampling: SamplingBatch
     wants_logprobs: bool
+    ended: threading.Event  # of the runner: some step has
 
     def result(self) -> StepOutput:
         """Wait, and fetch what the host needs as numpy: logprobs only if a row asked for them."""
         output = self.output
         fetched = output if self.wants_logprobs else (output.tokens, output.num_accepted, output.ok)
         host = jax.device_get(fetched)
+        self.ended.set()
         if self.wants_logprobs:
             assert isinstance(host, StepOutput)
             return host
@@ -91,6 +93,7 @@ class Runner:
         self._arriving = threading.Lock()
         self._buckets: tuple[Bucket, ...] = ()
         self._compiled_late = 0
+        self.first_step = threading.Event()  # set once a step has ended
         self.reset()
         # Arrays are donated while programs are still being loaded; their shapes stay.
         self._shapes: tuple[Any, Any, Any, Any] = jax.tree.map(
@@ -208,7 +211,7 @@ class Runner:
         output, self._last, self._state = sample(self._params, hidden, sampling, self._state)
         self._compiled_late += compilations.count - before
         wants_logprobs = bool((np.asarray(sampling.num_logprobs) >= 0).any())
-        return StepHandle(output, batch, sampling, wants_logprobs)
+        return StepHandle(output, batch, sampling, wants_logprobs, self.first_step)
 
     def set_counts(self, slot: int, in_prompt: np.ndarray, output_counts: np.ndarray) -> None:
         """Fill a penalty slot: in_prompt [V] bool, output_counts [V] int32."""

@@ -17,6 +17,9 @@ from jaxserve.engine.runner import MakeInputs, Progress, Runner
 log = logging.getLogger(__name__)
 
 
+_PATIENCE = 0.5  # seconds that the first step may keep the other buckets waiting
+
+
 class WarmUp:
     """Loads the buckets of one engine. `progress` may be called on several threads."""
 
@@ -67,6 +70,10 @@ class WarmUp:
         self._runner.load(rest, self._make_inputs, self._progress, self._stop)
 
     def _follow(self) -> None:
+        # Who waits for the first answer should not share the cores with what makes later ones fast.
+        self._runner.first_step.wait(_PATIENCE)
+        if self._stop.is_set():
+            return
         try:
             self._load_rest()
         except Exception:  # out of memory, say: what is loaded goes on serving
