@@ -5,20 +5,33 @@ import jax.numpy as jnp
 
 
 def write_kv_reference(
-    key_pages: jax.Array,
-    value_pages: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    write_slot: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """See `write_kv`. Bytes: each new key and value is read and written once."""
-    num_slots = key_pages.shape[0] * key_pages.shape[1]
-    # JAX wraps negative indices, so "write nothing" must become an index past the end.
-    slots = jnp.where(write_slot < 0, num_slots, write_slot)
+    pool: tuple[jax.Array, ...], new: tuple[jax.Array, ...], write_slot: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Each array of the pool [N, page_size, ...] with rows of new [T, ...] at write_slot [T].
 
-    def scatter(pages: jax.Array, new: jax.Array) -> jax.Array:
+    Bytes: each new key and value is read and written once.
+    """
+
+    def scatter(pages: jax.Array, rows: jax.Array) -> jax.Array:
+        num_slots = pages.shape[0] * pages.shape[1]
+        # JAX wraps negative indices, so "write nothing" must become an index past the end.
+        slots = jnp.where(write_slot < 0, num_slots, write_slot)
         flat = pages.reshape(num_slots, *pages.shape[2:])
-        flat = flat.at[slots].set(new.astype(pages.dtype), mode="drop", unique_indices=False)
+        flat = flat.at[slots].set(rows.astype(pages.dtype), mode="drop", unique_indices=False)
         return flat.reshape(pages.shape)
 
-    return scatter(key_pages, k), scatter(value_pages, v)
+    return tuple(scatter(pages, rows) for pages, rows in zip(pool, new, strict=True))
+
+
+def quantize_kv(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x [T, K, D] as int8 codes and float32 scales [T, K], absmax / 127.
+
+    What is not finite gets a NaN scale, so that the row is seen to have failed.
+    """
+    wide = x.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(wide), axis=-1) / 127
+    scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0, scale)
+    codes = jnp.round(wide / jnp.where(scale == 0, 1, scale)[..., None])
+    finite = jnp.isfinite(wide).all(-1)
+    codes = jnp.where(finite[..., None], codes, 0).astype(jnp.int8)
+    return codes, jnp.where(finite, scale, jnp.nan)

@@ -21,6 +21,8 @@ def paged_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     tree_mask: jax.Array | None = None,
+    key_scales: jax.Array | None = None,
+    value_scales: jax.Array | None = None,
     backend: str = "reference",
 ) -> jax.Array:
     """Causal attention of every query over the pages of its row.
@@ -32,6 +34,7 @@ def paged_attention(
     query_starts, query_lens, kv_lens [R]. Query i of a row stands at position
     kv_lens - query_lens + i and sees the keys at positions <= its own, at most `window` of them.
     softcap c maps a score s to c * tanh(s / c); sinks [H] are logits of a key without a value;
+    key_scales, value_scales [N, page_size, K] multiply int8 pages, per token and KV head.
     tree_mask [decode_rows, width, width] replaces causality among a decode row's own queries.
 
     Returns [T, H, D] in q's dtype, zero for padding. Order of pages, other rows, and whatever
@@ -41,7 +44,10 @@ def paged_attention(
     """
     _check_shapes(q, key_pages, value_pages, page_table, query_lens, decode_rows, width)
     if backend != "reference":
-        raise NotImplementedError(f"paged_attention has no backend {backend!r}; it has: reference")
+        raise NotImplementedError(
+            f"paged_attention has no backend {backend!r}; it has: reference (native code also "
+            "writes: see paged_attention_cpu)"
+        )
     return paged_attention_reference(
         q,
         key_pages,
@@ -57,6 +63,8 @@ def paged_attention(
         softcap=softcap,
         sinks=sinks,
         tree_mask=tree_mask,
+        key_scales=key_scales,
+        value_scales=value_scales,
     )
 
 

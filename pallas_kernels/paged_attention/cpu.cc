@@ -10,8 +10,9 @@
 // is left out. So neither the tile of queries, nor the place of pages, nor the chunk, nor the kind
 // of row can change a bit.
 //
-// A tile is the heads that share a KV head times some queries. Keys of a block are transposed into
-// the L1 cache; values are copied there if the tile is large, else read where they lie.
+// A tile is some queries times the heads that share a KV head; of a decode row, all its heads, so
+// that pages are read from end to end. Keys of a block are transposed into the L1 cache; values are
+// copied there if the tile is large, else read where they lie.
 #include "cpu.h"
 
 #include "../native/simd.h"
@@ -153,11 +154,13 @@ JS_INLINE void transpose(vpart* r) {
 }
 #endif
 
-// out[d][j] = rows[j][d] for j in [j0, j1), both multiples of kSquare.
-template <class Elem>
-void pack_keys(const uint8_t* const* rows, int64_t dim, int64_t j0, int64_t j1, float* out) {
+// out[d][j] = rows[j][d] for j in [j0, j1), both multiples of kSquare; calls between(j) on the way.
+template <class Elem, class Between>
+JS_INLINE void pack_keys(const uint8_t* const* rows, int64_t dim, int64_t j0, int64_t j1, float* out,
+                         Between&& between) {
   int64_t whole = dim / kSquare * kSquare;
   for (int64_t j = j0; j < j1; j += kSquare) {
+    between(j);
     for (int64_t d = 0; d < whole; d += kSquare) {
       vpart r[kSquare];
 #pragma GCC unroll 8
@@ -348,8 +351,8 @@ struct BlockRows {
 
 alignas(64) const uint8_t kZeroRow[4 * kMaxHeadDim] = {};
 
-// Positions base + [j0, j1); the rest of the block is a row of zeros. A page id that is not one
-// reads page 0.
+// Positions base + [j0, j1) of one KV head; the rest of the block is a row of zeros. A page id that
+// is not one reads page 0.
 void find_rows(const Pages& pages, const Row& row, int64_t kv_head, int64_t base, int64_t j0,
                int64_t j1, int64_t elem_bytes, BlockRows* rows) {
   bool scaled = pages.type == PageType::kInt8;
@@ -375,6 +378,29 @@ void find_rows(const Pages& pages, const Row& row, int64_t kv_head, int64_t base
     }
   }
 }
+
+// Asks for the bytes of a token's KV heads ahead of use, in the order in which they lie in memory:
+// hardware does not foresee the way from page to page, nor from a head's row to its next.
+struct Ahead {
+  const Pages& pages;
+  const Row& row;
+  int64_t kv_head, bytes, elem_bytes;
+
+  void ask(int64_t p0, int64_t p1) const {
+    for (int64_t p = p0; p < p1 && p < row.kv_len; p++) {
+      int64_t page = row.pages[p / pages.page_size];
+      if (page < 0 || page >= pages.num_pages) return;
+      int64_t slot = page * pages.page_size + p % pages.page_size;
+      int64_t at = (slot * pages.num_kv_heads + kv_head) * pages.head_dim * elem_bytes;
+      const char* key = (const char*)pages.keys + at;
+      const char* value = (const char*)pages.values + at;
+      for (int64_t i = 0; i < bytes; i += 64) {
+        __builtin_prefetch(key + i, 0, 2);
+        __builtin_prefetch(value + i, 0, 2);
+      }
+    }
+  }
+};
 
 JS_INLINE uint64_t bits_between(int64_t lo, int64_t hi) {  // bits [lo, hi) of 64
   if (lo < 0) lo = 0;
@@ -408,78 +434,130 @@ struct Scratch {
   }
 };
 
+// The arrays a tile works in.
+struct Workspace {
+  float* queries;    // [KV heads of the tile][vectors][padded], scaled
+  float* sums;       // likewise: what the blocks so far add up to
+  Running* states;   // [KV heads of the tile][vectors]
+  float* keys;       // [dim][kBlock]
+  float* values;     // [kBlock][padded]
+  float* scores;     // [kRows][kBlock]
+  float* weighted;   // [kRows][padded]
+};
+
+struct TileShape {
+  int64_t dim, padded, group, heads, vectors;  // vectors of one KV head; heads: KV heads
+
+  TileShape(const Pages& pages, const Queries& a, const Tile& tile)
+      : dim(pages.head_dim),
+        padded(padded_dim(dim)),
+        group(a.num_heads / pages.num_kv_heads),
+        heads(tile.kv_head1 - tile.kv_head0),
+        vectors((tile.q1 - tile.q0) * group) {}
+
+  int64_t head_of(const Tile& tile, int64_t h, int64_t m) const {
+    return (tile.kv_head0 + h) * group + m % group;
+  }
+
+  // Where vector m of KV head h lies in q and out.
+  int64_t offset(const Queries& a, const Row& row, const Tile& tile, int64_t h, int64_t m) const {
+    int64_t token = row.first_token + tile.q0 + m / group;
+    return (token * a.num_heads + head_of(tile, h, m)) * dim;
+  }
+};
+
+// The vectors [m0, m1) of KV head h, at most kRows, against one block.
+template <class Elem>
+void attend_vectors(const Pages& pages, const Queries& a, const Row& row, const Tile& tile,
+                    const TileShape& shape, const BlockRows& rows, const Workspace& w, bool copied,
+                    int64_t h, int64_t m0, int64_t m1, int64_t base, int64_t j0, int64_t j1,
+                    float* partials) {
+  const Product* on_packed = products<Packed>();
+  const Product* on_values = copied ? on_packed : products<InPlace<Elem>>();
+  bool scaled = pages.type == PageType::kInt8;
+  int64_t padded = shape.padded, first = h * shape.vectors, v0 = j0 / 16 * 16 / kLanes;
+  int64_t v1 = (j1 + 15) / 16 * 16 / kLanes;
+  on_packed[m1 - m0](w.keys, kBlock, w.queries + (first + m0) * padded, padded, 0, shape.dim, v0, v1,
+                     w.scores, kBlock);
+  BlockSum said[kRows];
+  for (int64_t m = m0; m < m1; m++) {
+    float* p = w.scores + (m - m0) * kBlock;
+    uint64_t visible = visible_keys(a, row, tile.q0 + m / shape.group, base);
+    if (visible == 0) {
+      said[m - m0] = {kMasked, 0.0f};
+      std::memset(p, 0, kBlock * sizeof(float));
+    } else {
+      said[m - m0] = softmax(p, visible, v0, v1, a.softcap, scaled ? rows.key_scales : nullptr,
+                             scaled ? rows.value_scales : nullptr);
+    }
+  }
+  on_values[m1 - m0](copied ? (const void*)w.values : (const void*)rows.values, padded, w.scores,
+                     kBlock, j0, j1, 0, (shape.dim + kLanes - 1) / kLanes, w.weighted, padded);
+  for (int64_t m = m0; m < m1; m++) {
+    const BlockSum& block = said[m - m0];
+    const float* c = w.weighted + (m - m0) * padded;
+    if (partials != nullptr) {
+      float* to = partials + (first + m) * partial_floats(shape.dim);
+      std::memcpy(to, c, padded * sizeof(float));
+      to[padded] = block.maximum, to[padded + 1] = block.total;
+    } else if (block.total != 0) {
+      merge(&w.states[first + m], w.sums + (first + m) * padded, block, c, padded);
+    }
+  }
+}
+
 template <class Elem>
 void attend_pages(const Pages& pages, const Queries& a, const Row& row, const Tile& tile,
-                  float* partials, float* scratch_memory) {
-  int64_t dim = pages.head_dim, padded = padded_dim(dim), group = a.num_heads / pages.num_kv_heads;
-  int64_t vectors = (tile.q1 - tile.q0) * group, head0 = tile.kv_head * group;
-  int64_t value_vectors = (dim + kLanes - 1) / kLanes;
-  Scratch scratch{scratch_memory};
-  float* queries = scratch.take(vectors * padded);
-  float* sums = scratch.take(vectors * padded);
-  float* keys = scratch.take(padded * kBlock);
-  float* values = scratch.take(kBlock * padded);
-  float* scores = scratch.take(kRows * kBlock);
-  float* weighted = scratch.take(kRows * padded);
-  Running* states = (Running*)scratch.take(2 * vectors);
-  auto token_of = [&](int64_t m) { return row.first_token + tile.q0 + m / group; };
-  for (int64_t m = 0; m < vectors; m++) {
-    const float* q = a.q + (token_of(m) * a.num_heads + head0 + m % group) * dim;
-    for (int64_t d = 0; d < dim; d++) queries[m * padded + d] = q[d] * a.scale;
-    start(a, head0 + m % group, &states[m], sums + m * padded, padded);
+                  float* partials, float* memory) {
+  TileShape shape(pages, a, tile);
+  int64_t dim = shape.dim, padded = shape.padded, all = shape.heads * shape.vectors;
+  Scratch scratch{memory};
+  Workspace w;
+  w.queries = scratch.take(all * padded);
+  w.sums = scratch.take(all * padded);
+  w.states = (Running*)scratch.take(2 * all);
+  w.keys = scratch.take(padded * kBlock);
+  w.values = scratch.take(kBlock * padded);
+  w.scores = scratch.take(kRows * kBlock);
+  w.weighted = scratch.take(kRows * padded);
+  std::memset(w.weighted, 0, kRows * padded * sizeof(float));  // the padding stays zero
+  for (int64_t n = 0; n < all; n++) {
+    int64_t h = n / shape.vectors, m = n % shape.vectors;
+    const float* q = a.q + shape.offset(a, row, tile, h, m);
+    for (int64_t d = 0; d < dim; d++) w.queries[n * padded + d] = q[d] * a.scale;
+    start(a, shape.head_of(tile, h, m), &w.states[n], w.sums + n * padded, padded);
   }
-  std::memset(weighted, 0, kRows * padded * sizeof(float));  // the padding stays zero
-  bool copy = vectors > kRows || dim % kLanes != 0;
-  bool scaled = pages.type == PageType::kInt8;
-  const Product* score = products<Packed>();
-  const Product* weigh = copy ? score : products<InPlace<Elem>>();
-  BlockRows rows;
-  int64_t groups = (vectors + kRows - 1) / kRows;
+  bool copy = shape.vectors > kRows || dim % kLanes != 0;
+  Ahead ahead{pages, row, tile.kv_head0, shape.heads * dim * Elem::kBytes, Elem::kBytes};
+  int64_t groups = (shape.vectors + kRows - 1) / kRows;
   for (int64_t b = tile.block0; b < tile.block1; b++) {
-    int64_t base = b * kBlock;
+    int64_t base = b * kBlock, next = b + 1 < tile.block1 && !copy ? base + kBlock : row.kv_len;
     int64_t j0 = first_visible(a, row, tile.q0) - base, j1 = end_visible(row, tile.q1 - 1) - base;
     if (j0 < 0) j0 = 0;
     if (j1 > kBlock) j1 = kBlock;
     if (j1 < j0) j1 = j0 = 0;
-    find_rows(pages, row, tile.kv_head, base, j0, j1, Elem::kBytes, &rows);
-    int64_t wide0 = j0 / 16 * 16, wide1 = (j1 + 15) / 16 * 16;
-    int64_t v0 = wide0 / kLanes, v1 = wide1 / kLanes;
-    pack_keys<Elem>(rows.keys, dim, wide0, wide1, keys);
-    if (copy) pack_values<Elem>(rows.values, dim, j0, j1, values, padded);
-    for (int64_t g = 0; g < groups; g++) {  // of nearly equal height
-      int64_t m0 = g * vectors / groups, m1 = (g + 1) * vectors / groups;
-      score[m1 - m0](keys, kBlock, queries + m0 * padded, padded, 0, dim, v0, v1, scores, kBlock);
-      BlockSum block[kRows];
-      for (int64_t m = m0; m < m1; m++) {
-        float* p = scores + (m - m0) * kBlock;
-        uint64_t visible = visible_keys(a, row, tile.q0 + m / group, base);
-        if (visible == 0) {
-          block[m - m0] = {kMasked, 0.0f};
-          std::memset(p, 0, kBlock * sizeof(float));
-        } else {
-          block[m - m0] = softmax(p, visible, v0, v1, a.softcap, scaled ? rows.key_scales : nullptr,
-                                  scaled ? rows.value_scales : nullptr);
-        }
-      }
-      weigh[m1 - m0](copy ? (const void*)values : (const void*)rows.values, padded, scores, kBlock,
-                     j0, j1, 0, value_vectors, weighted, padded);
-      for (int64_t m = m0; m < m1; m++) {
-        const BlockSum& said = block[m - m0];
-        const float* c = weighted + (m - m0) * padded;
-        if (partials != nullptr) {
-          float* to = partials + ((b - tile.block0) * vectors + m) * partial_floats(dim);
-          std::memcpy(to, c, padded * sizeof(float));
-          to[padded] = said.maximum, to[padded + 1] = said.total;
-        } else if (said.total != 0) {
-          merge(&states[m], sums + m * padded, said, c, padded);
-        }
-      }
+    for (int64_t h = 0; h < shape.heads; h++) {
+      BlockRows rows;
+      find_rows(pages, row, tile.kv_head0 + h, base, j0, j1, Elem::kBytes, &rows);
+      pack_keys<Elem>(rows.keys, dim, j0 / 16 * 16, (j1 + 15) / 16 * 16, w.keys,
+                      [&](int64_t j) JS_INLINE_LAMBDA {
+        int64_t at = h * kBlock + j;  // of heads * kBlock: this much of the next block
+        ahead.ask(next + at / shape.heads, next + (at + kSquare) / shape.heads);
+      });
+      if (copy) pack_values<Elem>(rows.values, dim, j0, j1, w.values, padded);
+      float* to = partials == nullptr ? nullptr
+                                      : partials + (b - tile.block0) * all * partial_floats(dim);
+      for (int64_t g = 0; g < groups; g++)  // of nearly equal height
+        attend_vectors<Elem>(pages, a, row, tile, shape, rows, w, copy, h,
+                             g * shape.vectors / groups, (g + 1) * shape.vectors / groups, base, j0,
+                             j1, to);
     }
   }
   if (partials != nullptr) return;
-  for (int64_t m = 0; m < vectors; m++)
-    finish(states[m], sums + m * padded, padded,
-           a.out + (token_of(m) * a.num_heads + head0 + m % group) * dim, dim);
+  for (int64_t n = 0; n < all; n++) {
+    int64_t at = shape.offset(a, row, tile, n / shape.vectors, n % shape.vectors);
+    finish(w.states[n], w.sums + n * padded, padded, a.out + at, dim);
+  }
 }
 
 void attend(const Pages& pages, const Queries& a, const Row& row, const Tile& tile, float* partials,
@@ -493,19 +571,18 @@ void attend(const Pages& pages, const Queries& a, const Row& row, const Tile& ti
 
 void join(const Pages& pages, const Queries& a, const Row& row, const Tile& tile,
           const float* partials, float* scratch) {
-  int64_t dim = pages.head_dim, padded = padded_dim(dim), group = a.num_heads / pages.num_kv_heads;
-  int64_t vectors = (tile.q1 - tile.q0) * group, head0 = tile.kv_head * group;
-  for (int64_t m = 0; m < vectors; m++) {
-    int64_t head = head0 + m % group;
+  TileShape shape(pages, a, tile);
+  int64_t padded = shape.padded, all = shape.heads * shape.vectors;
+  for (int64_t n = 0; n < all; n++) {
+    int64_t h = n / shape.vectors, m = n % shape.vectors;
     Running state;
-    start(a, head, &state, scratch, padded);
+    start(a, shape.head_of(tile, h, m), &state, scratch, padded);
     for (int64_t b = 0; b < tile.block1 - tile.block0; b++) {
-      const float* c = partials + (b * vectors + m) * partial_floats(dim);
+      const float* c = partials + (b * all + n) * partial_floats(shape.dim);
       BlockSum said{c[padded], c[padded + 1]};
       if (said.total != 0) merge(&state, scratch, said, c, padded);
     }
-    int64_t token = row.first_token + tile.q0 + m / group;
-    finish(state, scratch, padded, a.out + (token * a.num_heads + head) * dim, dim);
+    finish(state, scratch, padded, a.out + shape.offset(a, row, tile, h, m), shape.dim);
   }
 }
 

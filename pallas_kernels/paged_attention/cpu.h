@@ -9,7 +9,7 @@
 namespace jaxserve {
 
 constexpr int kBlock = 64;        // positions whose softmax is one unit, counted from position 0
-constexpr int kMaxVectors = 96;   // query vectors (a query of one head) that a tile may hold
+constexpr int kMaxVectors = 96;   // query vectors (a query of one head) of a KV head in one tile
 constexpr int kMaxHeadDim = 1024;
 
 enum class PageType { kFloat32, kBFloat16, kInt8 };
@@ -43,9 +43,10 @@ struct Row {
   int64_t width;
 };
 
-// Queries [q0, q1) of a row, for the heads of one KV head, over blocks [block0, block1).
+// Queries [q0, q1) of a row, for the heads of KV heads [kv_head0, kv_head1), over blocks
+// [block0, block1). Its vectors: per KV head, per query, the heads of the group.
 struct Tile {
-  int64_t kv_head, q0, q1, block0, block1;
+  int64_t kv_head0, kv_head1, q0, q1, block0, block1;
 };
 
 // head_dim with room for whole vectors of any instruction set.
@@ -54,6 +55,7 @@ static inline int64_t padded_dim(int64_t head_dim) { return (head_dim + 15) / 16
 // Floats of what one block says about one query vector: weighted values, maximum, total.
 static inline int64_t partial_floats(int64_t head_dim) { return padded_dim(head_dim) + 16; }
 
+// vectors: of all KV heads of a tile.
 static inline int64_t scratch_floats(int64_t vectors, int64_t head_dim) {
   return 2 * (vectors + kBlock + 8) * (padded_dim(head_dim) + 16) + 16 * kBlock;
 }

@@ -110,8 +110,7 @@ def _scales(
         if scales is None or scales.shape != want or scales.dtype != jnp.float32:
             got = "None" if scales is None else f"{scales.dtype} {scales.shape}"
             raise ValueError(f"int8 pages need float32 scales of shape {want}, got {got}")
-    assert key_scales is not None and value_scales is not None
-    return key_scales, value_scales
+    return tuple(x for x in (key_scales, value_scales) if x is not None)
 
 
 def _check(
@@ -152,7 +151,8 @@ def _check(
     if any(x.shape != (R,) for x in lengths):
         shapes = [x.shape for x in lengths]
         raise ValueError(
-            f"query_starts, query_lens and kv_lens are {shapes}; a page table of {R} rows needs {(R,)}"
+            f"query_starts, query_lens and kv_lens are {shapes}; a page table of {R} rows needs "
+            f"{(R,)}"
         )
     if width < 1 or not 0 <= decode_rows <= R or decode_rows * width > T:
         raise ValueError(

@@ -19,6 +19,7 @@ ffi::Error bad(const char* what) { return ffi::Error(ffi::ErrorCode::kInvalidArg
 
 // Multiply-adds below which waking another thread costs more than it saves.
 constexpr int64_t kWorthSharing = 1 << 17;
+constexpr int64_t kWorthCutting = 1 << 19;  // multiply-adds of a task, about 10 us
 constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kFewVectors = 6;  // below this a tile does not use the registers well
 
@@ -66,88 +67,116 @@ struct Step {
   int64_t group() const { return queries.num_heads / pages.num_kv_heads; }
 
   // All blocks that queries [q0, q1) of a row need.
-  Tile whole_tile(const Row& row, int64_t kv_head, int64_t q0, int64_t q1) const {
-    return Tile{kv_head, q0, q1, first_visible(queries, row, q0) / kBlock,
+  Tile tile(const Row& row, int64_t kv_head0, int64_t kv_head1, int64_t q0, int64_t q1) const {
+    return Tile{kv_head0, kv_head1, q0, q1, first_visible(queries, row, q0) / kBlock,
                 (end_visible(row, q1 - 1) + kBlock - 1) / kBlock};
   }
 
+  int64_t vectors(const Tile& t) const {
+    return (t.kv_head1 - t.kv_head0) * (t.q1 - t.q0) * group();
+  }
+
   int64_t cost(const Tile& t) const {
-    return (t.q1 - t.q0) * group() * (t.block1 - t.block0) * kBlock * 2 * pages.head_dim;
+    return vectors(t) * (t.block1 - t.block0) * kBlock * 2 * pages.head_dim;
+  }
+
+  int64_t partial_size(const Tile& t) const {
+    return (t.block1 - t.block0) * vectors(t) * partial_floats(pages.head_dim);
   }
 };
 
-// Cut the step into tasks of about equal cost. No result depends on how.
-void plan(const Step& step, int64_t threads, std::vector<Task>* tasks, std::vector<Split>* splits,
-          int64_t* partials) {
-  int64_t total = 0;
-  for (const Row& row : step.rows)
-    if (row.query_len > 0)
-      total += step.pages.num_kv_heads * step.cost(step.whole_tile(row, 0, 0, row.query_len));
-  int64_t target = total / (threads * kTasksPerThread) + 1, group = step.group();
-  int64_t most = std::max<int64_t>(1, kMaxVectors / group);
-  int64_t least = (kFewVectors + group - 1) / group;
-  for (int64_t r = 0; r < (int64_t)step.rows.size(); r++) {
-    const Row& row = step.rows[r];
-    if (row.query_len == 0) continue;
-    int64_t row_cost = step.cost(step.whole_tile(row, 0, 0, row.query_len));
-    int64_t size = r < step.decode_rows ? most : clamp(row.query_len * target / row_cost, least, most);
-    for (int64_t h = 0; h < step.pages.num_kv_heads; h++) {
-      for (int64_t q0 = 0; q0 < row.query_len; q0 += size) {
-        Tile tile = step.whole_tile(row, h, q0, std::min(q0 + size, row.query_len));
-        int64_t cost = step.cost(tile), blocks = tile.block1 - tile.block0;
-        int64_t chunk = std::max<int64_t>(2, blocks * target / cost);
-        if (r >= step.decode_rows || threads == 1 || chunk >= blocks) {
-          tasks->push_back({r, tile, -1, cost});
-          continue;
-        }
-        int64_t pieces = (blocks + chunk - 1) / chunk;
-        splits->push_back({tile, *partials, std::make_unique<std::atomic<int64_t>>(pieces)});
-        *partials += blocks * (tile.q1 - tile.q0) * group * partial_floats(step.pages.head_dim);
-        for (int64_t i = 0; i < pieces; i++) {
-          Tile part = tile;
-          part.block0 = tile.block0 + i * blocks / pieces;
-          part.block1 = tile.block0 + (i + 1) * blocks / pieces;
-          tasks->push_back({r, part, (int64_t)splits->size() - 1, cost / pieces});
-        }
-      }
+struct Plan {
+  std::vector<Task> tasks;
+  std::vector<Split> splits;
+  int64_t partials = 0;
+};
+
+// A decode row: all its KV heads at once, block after block; cut by blocks if it costs much more
+// than `target`.
+void plan_decode(const Step& step, int64_t r, int64_t target, Plan* plan) {
+  const Row& row = step.rows[r];
+  int64_t size = std::max<int64_t>(1, kMaxVectors / step.group());
+  for (int64_t q0 = 0; q0 < row.query_len; q0 += size) {
+    Tile tile = step.tile(row, 0, step.pages.num_kv_heads, q0, std::min(q0 + size, row.query_len));
+    int64_t cost = step.cost(tile), blocks = tile.block1 - tile.block0;
+    int64_t pieces = std::min(blocks, cost / target);
+    if (pieces <= 1) {
+      plan->tasks.push_back({r, tile, -1, cost});
+      continue;
+    }
+    plan->splits.push_back({tile, plan->partials, std::make_unique<std::atomic<int64_t>>(pieces)});
+    plan->partials += step.partial_size(tile);
+    for (int64_t i = 0; i < pieces; i++) {
+      Tile part = tile;
+      part.block0 = tile.block0 + i * blocks / pieces;
+      part.block1 = tile.block0 + (i + 1) * blocks / pieces;
+      plan->tasks.push_back({r, part, (int64_t)plan->splits.size() - 1, step.cost(part)});
     }
   }
-  std::stable_sort(tasks->begin(), tasks->end(),
+}
+
+// A prefill row: tiles of queries of one KV head, as large as the registers and `target` like.
+void plan_prefill(const Step& step, int64_t r, int64_t target, Plan* plan) {
+  const Row& row = step.rows[r];
+  int64_t group = step.group(), heads = step.pages.num_kv_heads;
+  int64_t most = std::max<int64_t>(1, kMaxVectors / group);
+  int64_t least = std::min(most, (kFewVectors + group - 1) / group);
+  int64_t of_query = step.cost(step.tile(row, 0, 1, 0, row.query_len)) / row.query_len + 1;
+  int64_t size = clamp(target / of_query, least, most);
+  for (int64_t h = 0; h < heads; h++)
+    for (int64_t q0 = 0; q0 < row.query_len; q0 += size) {
+      Tile tile = step.tile(row, h, h + 1, q0, std::min(q0 + size, row.query_len));
+      plan->tasks.push_back({r, tile, -1, step.cost(tile)});
+    }
+}
+
+// Cut the step into tasks, largest first. No result depends on how.
+Plan make_plan(const Step& step, int64_t threads) {
+  int64_t total = 0, heads = step.pages.num_kv_heads;
+  for (const Row& row : step.rows)
+    if (row.query_len > 0) total += step.cost(step.tile(row, 0, heads, 0, row.query_len));
+  Plan plan;
+  // One thread has nothing to share; little work is not worth cutting.
+  int64_t target = threads == 1 ? INT64_MAX : std::max(total / (threads * kTasksPerThread), kWorthCutting);
+  for (int64_t r = 0; r < (int64_t)step.rows.size(); r++) {
+    if (step.rows[r].query_len == 0) continue;
+    (r < step.decode_rows ? plan_decode : plan_prefill)(step, r, target, &plan);
+  }
+  std::stable_sort(plan.tasks.begin(), plan.tasks.end(),
                    [](const Task& a, const Task& b) { return a.cost > b.cost; });
+  return plan;
 }
 
 void attend_all(ffi::ThreadPool& pool, const Step& step) {
-  std::vector<Task> tasks;
-  std::vector<Split> splits;
-  int64_t partials_size = 0;
-  plan(step, pool.num_threads(), &tasks, &splits, &partials_size);
-  Floats partials = partials_size > 0 ? make_floats(partials_size) : nullptr;
-  int64_t group = step.group(), dim = step.pages.head_dim, total = 0, vectors = 1;
-  for (const Task& task : tasks) {
+  Plan plan = make_plan(step, pool.num_threads());
+  Floats partials = plan.partials > 0 ? make_floats(plan.partials) : nullptr;
+  int64_t total = 0, vectors = 1, dim = step.pages.head_dim;
+  for (const Task& task : plan.tasks) {
     total += task.cost;
-    vectors = std::max(vectors, (task.tile.q1 - task.tile.q0) * group);
+    vectors = std::max(vectors, step.vectors(task.tile));
   }
   const PagedAttentionKernels& kernels = paged_attention_kernels_in_use();
   auto run = [&](int64_t i) {
-    const Task& task = tasks[i];
+    const Task& task = plan.tasks[i];
     const Row& row = step.rows[task.row];
     float* scratch = thread_scratch(scratch_floats(vectors, dim));
     if (task.split < 0) {
       kernels.attend(step.pages, step.queries, row, task.tile, nullptr, scratch);
       return;
     }
-    Split& split = splits[task.split];
-    int64_t block_floats = (task.tile.q1 - task.tile.q0) * group * partial_floats(dim);
+    Split& split = plan.splits[task.split];
     float* all = partials.get() + split.partials;
-    kernels.attend(step.pages, step.queries, row, task.tile,
-                   all + (task.tile.block0 - split.tile.block0) * block_floats, scratch);
+    Tile before = split.tile;
+    before.block1 = task.tile.block0;
+    kernels.attend(step.pages, step.queries, row, task.tile, all + step.partial_size(before), scratch);
     if (split.left->fetch_sub(1, std::memory_order_acq_rel) == 1)
       kernels.join(step.pages, step.queries, row, split.tile, all, scratch);
   };
+  int64_t count = plan.tasks.size();
   if (total < kWorthSharing) {
-    for (int64_t i = 0; i < (int64_t)tasks.size(); i++) run(i);
+    for (int64_t i = 0; i < count; i++) run(i);
   } else {
-    parallel_for(pool, (int64_t)tasks.size(), run);
+    parallel_for(pool, count, run);
   }
 }
 

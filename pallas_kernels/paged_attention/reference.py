@@ -10,6 +10,7 @@ queries of a prefill row; padding up to the next block is read besides.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,24 @@ QUERY_TILE = 64
 # even in a block where everything is masked.
 _MASKED = -1e30
 _INITIAL_MAX = -1e29
+
+
+class _Pages(NamedTuple):
+    """Keys and values [N, page_size, K, D]; scales [N, page_size, K] of int8 pages, else None."""
+
+    keys: jax.Array
+    values: jax.Array
+    key_scales: jax.Array | None
+    value_scales: jax.Array | None
+
+    def gather(self, ids: jax.Array, shape: tuple[int, ...]) -> "_Pages":
+        """Pages ids as tokens in a row: keys [*shape, K, D], scales [*shape, K]."""
+        K, D = self.keys.shape[2:]
+        keys, values = (x[ids].reshape(*shape, K, D) for x in (self.keys, self.values))
+        if self.key_scales is None or self.value_scales is None:
+            return _Pages(keys, values, None, None)
+        scales = (x[ids].reshape(*shape, K) for x in (self.key_scales, self.value_scales))
+        return _Pages(keys.astype(jnp.float32), values.astype(jnp.float32), *scales)
 
 
 def paged_attention_reference(
@@ -38,9 +57,12 @@ def paged_attention_reference(
     softcap: float | None,
     sinks: jax.Array | None,
     tree_mask: jax.Array | None,
+    key_scales: jax.Array | None = None,
+    value_scales: jax.Array | None = None,
 ) -> jax.Array:
     """See `paged_attention`."""
     T, H, D = q.shape
+    pool = _Pages(key_pages, value_pages, key_scales, value_scales)
     K = key_pages.shape[2]
     page_table = _whole_blocks(page_table, key_pages.shape[1])
     grouped = (q.astype(jnp.float32) * scale).reshape(T, K, H // K, D)
@@ -52,17 +74,16 @@ def paged_attention_reference(
         decode_q = grouped[:split].reshape(decode_rows, width, K, H // K, D)
         parts.append(
             _decode_rows(
-                decode_q, key_pages, value_pages, page_table[rows], query_lens[rows],
-                kv_lens[rows], window, softcap, group_sinks, tree_mask,
+                decode_q, pool, page_table[rows], query_lens[rows], kv_lens[rows], window,
+                softcap, group_sinks, tree_mask,
             )
         )  # fmt: skip
     if split < T:
         rows = slice(decode_rows, None)
         parts.append(
             _prefill_rows(
-                grouped[split:], key_pages, value_pages, page_table[rows],
-                query_starts[rows] - split, query_lens[rows], kv_lens[rows],
-                window, softcap, group_sinks,
+                grouped[split:], pool, page_table[rows], query_starts[rows] - split,
+                query_lens[rows], kv_lens[rows], window, softcap, group_sinks,
             )
         )  # fmt: skip
     out = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
@@ -117,9 +138,11 @@ def _absorb(
     return new_maximum, total * keep + p.sum(-1), acc * keep[..., None] + weigh(p)
 
 
-def _weigh_values(einsum: str, p: jax.Array, values: jax.Array, written: jax.Array) -> jax.Array:
+def _weigh_values(einsum: str, p: jax.Array, kv: _Pages, written: jax.Array) -> jax.Array:
     """p @ values; slots not written yet may hold anything, and 0 * NaN would not be 0."""
-    values = jnp.where(written[..., None, None], values, 0)
+    values = jnp.where(written[..., None, None], kv.values, 0)
+    if kv.value_scales is not None:
+        values = values * jnp.where(written[..., None], kv.value_scales, 0)[..., None]
     return jnp.einsum(einsum, p, values, preferred_element_type=jnp.float32)
 
 
@@ -130,8 +153,7 @@ def _finish(carry: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
 
 def _decode_rows(
     q: jax.Array,  # [B, W, K, G, D] scaled float32
-    key_pages: jax.Array,
-    value_pages: jax.Array,
+    pool: _Pages,
     page_table: jax.Array,  # [B, P]
     query_lens: jax.Array,  # [B]
     kv_lens: jax.Array,  # [B]
@@ -142,7 +164,7 @@ def _decode_rows(
 ) -> jax.Array:
     """All decode rows side by side, block after block. Returns [B * W, K, G, D]."""
     B, W, K, G, D = q.shape
-    page_size = key_pages.shape[1]
+    page_size = pool.keys.shape[1]
     pages = _pages_per_block(page_size)
     block = pages * page_size
     first_own = kv_lens - query_lens  # [B] position of the row's first query
@@ -159,18 +181,19 @@ def _decode_rows(
 
     def step(i: jax.Array, carry: tuple) -> tuple:
         ids = jax.lax.dynamic_slice_in_dim(page_table, i * pages, pages, axis=1)
-        keys = key_pages[ids].reshape(B, block, K, D)
-        values = value_pages[ids].reshape(B, block, K, D)
+        kv = pool.gather(ids, (B, block))
         key_at = i * block + jnp.arange(block)
         written = key_at < kv_lens[:, None]  # [B, S]
         visible = _decode_visible(key_at, query_at, first_own, real, window, tree_mask)
-        dot = jnp.einsum("bkqd,bskd->bkqs", queries, keys, preferred_element_type=jnp.float32)
+        dot = jnp.einsum("bkqd,bskd->bkqs", queries, kv.keys, preferred_element_type=jnp.float32)
+        if kv.key_scales is not None:
+            dot = dot * kv.key_scales.transpose(0, 2, 1)[:, :, None]
         shaped = dot.reshape(B, K, G, W, block)
         scores = _scores(shaped, (visible & written[:, None])[:, None, None], softcap)
         return _absorb(
             carry,
             scores.reshape(B, K, G * W, block),
-            lambda p: _weigh_values("bkqs,bskd->bkqd", p, values, written),
+            lambda p: _weigh_values("bkqs,bskd->bkqd", p, kv, written),
         )
 
     row_sinks = None if sinks is None else jnp.repeat(sinks, W, axis=1)[None]
@@ -202,8 +225,7 @@ def _decode_visible(
 
 def _prefill_rows(
     q: jax.Array,  # [T, K, G, D] scaled float32
-    key_pages: jax.Array,
-    value_pages: jax.Array,
+    pool: _Pages,
     page_table: jax.Array,  # [N, P]
     starts: jax.Array,  # [N] into q
     query_lens: jax.Array,  # [N]
@@ -229,8 +251,7 @@ def _prefill_rows(
         first = kv_lens[row] - query_lens[row] + offset
         tile_q = jax.lax.dynamic_slice_in_dim(padded, at, QUERY_TILE)
         done = _prefill_tile(
-            tile_q, key_pages, value_pages, page_table[row], first, kv_lens[row],
-            window, softcap, sinks,
+            tile_q, pool, page_table[row], first, kv_lens[row], window, softcap, sinks
         )  # fmt: skip
         return jax.lax.dynamic_update_slice_in_dim(out, done, at, axis=0)
 
@@ -241,8 +262,7 @@ def _prefill_rows(
 
 def _prefill_tile(
     q: jax.Array,  # [QUERY_TILE, K, G, D]
-    key_pages: jax.Array,
-    value_pages: jax.Array,
+    pool: _Pages,
     pages_of_row: jax.Array,  # [P]
     first: jax.Array,  # position of q[0]
     kv_len: jax.Array,
@@ -251,7 +271,7 @@ def _prefill_tile(
     sinks: jax.Array | None,
 ) -> jax.Array:
     Q, K, G, D = q.shape
-    page_size = key_pages.shape[1]
+    page_size = pool.keys.shape[1]
     pages = _pages_per_block(page_size)
     block = pages * page_size
     query_at = first + jnp.arange(Q)
@@ -260,19 +280,20 @@ def _prefill_tile(
 
     def step(i: jax.Array, carry: tuple) -> tuple:
         ids = jax.lax.dynamic_slice_in_dim(pages_of_row, i * pages, pages)
-        keys = key_pages[ids].reshape(block, K, D)
-        values = value_pages[ids].reshape(block, K, D)
+        kv = pool.gather(ids, (block,))
         key_at = i * block + jnp.arange(block)
         written = key_at < kv_len
         visible = (key_at <= query_at[:, None]) & written
         if window is not None:
             visible &= key_at > query_at[:, None] - window
-        dot = jnp.einsum("kqd,skd->kqs", queries, keys, preferred_element_type=jnp.float32)
+        dot = jnp.einsum("kqd,skd->kqs", queries, kv.keys, preferred_element_type=jnp.float32)
+        if kv.key_scales is not None:
+            dot = dot * kv.key_scales.T[:, None]
         scores = _scores(dot.reshape(K, G, Q, block), visible, softcap)
         return _absorb(
             carry,
             scores.reshape(K, G * Q, block),
-            lambda p: _weigh_values("kqs,skd->kqd", p, values, written),
+            lambda p: _weigh_values("kqs,skd->kqd", p, kv, written),
         )
 
     row_sinks = None if sinks is None else jnp.repeat(sinks, Q, axis=1)
