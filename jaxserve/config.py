@@ -22,6 +22,7 @@ class EngineConfig:
     max_queue: int = 1024  # waiting requests before 429
     page_size: int = 16  # tokens per KV page
     kv_memory: int = 1 << 30  # bytes for the KV pool
+    kv_cache_dtype: str = "auto"  # auto: as dtype; int8: a quarter of float32's memory and reads
     num_pages: int | None = None  # overrides kv_memory (tests, exact experiments)
     attention_backend: str = "auto"
     seed: int = 0  # root of the draws of requests that carry no seed
@@ -36,6 +37,10 @@ class EngineConfig:
             _check_range("max_model_len", self.max_model_len, 2, 1 << 24)
         if self.num_pages is not None:
             _check_range("num_pages", self.num_pages, 2, 1 << 30)
+        if self.kv_cache_dtype not in ("auto", "int8"):
+            raise InvalidRequestError(
+                f"kv_cache_dtype is {self.kv_cache_dtype!r}; choose auto or int8", "kv_cache_dtype"
+            )
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise InvalidRequestError(
                 f"dtype is {self.dtype!r}; choose auto, float32 or bfloat16", "dtype"

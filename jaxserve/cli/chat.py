@@ -45,6 +45,7 @@ def chat_command(
     threads: opt.Threads = None,
     max_model_len: opt.MaxModelLen = None,
     kv_memory: opt.KVMemory = opt.DEFAULTS.kv_memory,
+    kv_cache_dtype: opt.KVCacheDtype = "auto",
     model_file: opt.ModelFile = None,
     chat_template: opt.ChatTemplateFile = None,
 ) -> None:
@@ -53,7 +54,12 @@ def chat_command(
     In the conversation: /exit leaves, /clear forgets what was said, Ctrl-C stops an answer.
     """
     set_up_logging()
-    config = EngineConfig(dtype=dtype, max_model_len=max_model_len, kv_memory=kv_memory)
+    config = EngineConfig(
+        dtype=dtype,
+        max_model_len=max_model_len,
+        kv_memory=kv_memory,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     given = {
         "max_tokens": max_tokens,
         "temperature": temperature,

@@ -39,6 +39,15 @@ Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="A pulled model's name, a .gguf file or a folder.")
 ]
 Dtype = Annotated[str, _option("--dtype", help="auto, float32 or bfloat16. auto: float32 on CPUs.")]
+KVCacheDtype = Annotated[
+    Literal["auto", "int8"],
+    typer.Option(
+        "--kv-cache-dtype",
+        help="Type of the KV cache. int8 takes about a quarter of float32's memory, with a scale "
+        "per token and head. auto: as --dtype.",
+        rich_help_panel=_PANEL,
+    ),
+]
 Quantization = Annotated[
     Literal["int8", "int4"] | None,
     typer.Option(

@@ -74,6 +74,7 @@ def eval_command(
     stride: Stride = None,
     output_json: OutputJson = None,
     dtype: opt.Dtype = opt.DEFAULTS.dtype,
+    kv_cache_dtype: opt.KVCacheDtype = "auto",
     quantization: opt.Quantization = None,
     attention_backend: AttentionBackend = opt.DEFAULTS.attention_backend,
     max_batch_tokens: opt.MaxBatchTokens = opt.DEFAULTS.max_batch_tokens,
@@ -89,7 +90,10 @@ def eval_command(
     from jaxserve.eval.report import report_text
 
     config = EngineConfig(
-        dtype=dtype, max_batch_tokens=max_batch_tokens, attention_backend=attention_backend
+        dtype=dtype,
+        max_batch_tokens=max_batch_tokens,
+        attention_backend=attention_backend,
+        kv_cache_dtype=kv_cache_dtype,
     )
     options = opt.EngineOptions(model, config, model_file, quantization=quantization)
     contents = read_text(text)

@@ -41,6 +41,7 @@ def generate_command(
     threads: opt.Threads = None,
     max_model_len: opt.MaxModelLen = None,
     kv_memory: opt.KVMemory = opt.DEFAULTS.kv_memory,
+    kv_cache_dtype: opt.KVCacheDtype = "auto",
     model_file: opt.ModelFile = None,
 ) -> None:
     """Continue each PROMPT and print the text as it comes (no chat template).
@@ -48,7 +49,12 @@ def generate_command(
     Several prompts run as one batch; their outputs are printed one after the other, each after
     its prompt.
     """
-    config = EngineConfig(dtype=dtype, max_model_len=max_model_len, kv_memory=kv_memory)
+    config = EngineConfig(
+        dtype=dtype,
+        max_model_len=max_model_len,
+        kv_memory=kv_memory,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     given = {
         "max_tokens": max_tokens,
         "temperature": temperature,

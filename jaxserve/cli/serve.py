@@ -76,6 +76,7 @@ def serve_command(
     max_batch_tokens: opt.MaxBatchTokens = opt.DEFAULTS.max_batch_tokens,
     max_queue: opt.MaxQueue = opt.DEFAULTS.max_queue,
     kv_memory: opt.KVMemory = opt.DEFAULTS.kv_memory,
+    kv_cache_dtype: opt.KVCacheDtype = "auto",
     page_size: opt.PageSize = opt.DEFAULTS.page_size,
     seed: opt.Seed = opt.DEFAULTS.seed,
     model_file: opt.ModelFile = None,
@@ -93,6 +94,7 @@ def serve_command(
         max_batch_tokens=max_batch_tokens,
         max_queue=max_queue,
         kv_memory=kv_memory,
+        kv_cache_dtype=kv_cache_dtype,
         page_size=page_size,
         seed=seed,
     )
@@ -159,6 +161,7 @@ def _load(options: opt.EngineOptions, metrics: "ServerMetrics") -> "Backend":
             "capacity_tokens": started.engine.capacity_tokens,
             "max_model_len": started.model.max_model_len,
             "dtype": options.config.dtype,
+            "kv_cache_dtype": options.config.kv_cache_dtype,
         }
     )
     return Backend(started.client, started.model)

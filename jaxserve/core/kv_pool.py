@@ -79,13 +79,18 @@ def _replace(items: tuple[jax.Array, ...], index: int, item: jax.Array) -> tuple
 
 
 def pool_shapes(spec: KVSpec, num_pages: int, page_size: int, dtype: np.dtype) -> KVPool:
-    """The pool as ShapeDtypeStructs: for planning and ahead-of-time compilation."""
-    shapes = []
+    """The pool as ShapeDtypeStructs: for planning and ahead-of-time compilation.
+
+    dtype: of keys and values; int8 brings scales.
+    """
+    pages, scales = [], []
     for layer in range(spec.num_layers):
         group = spec.groups[spec.group_of_layer(layer)]
-        shape = (num_pages, page_size, group.num_kv_heads, group.head_dim)
-        shapes.append(jax.ShapeDtypeStruct(shape, dtype))
-    return KVPool(keys=tuple(shapes), values=tuple(shapes))
+        shape = (num_pages, page_size, group.num_kv_heads)
+        pages.append(jax.ShapeDtypeStruct((*shape, group.head_dim), dtype))
+        if dtype == np.int8:
+            scales.append(jax.ShapeDtypeStruct(shape, np.float32))
+    return KVPool(tuple(pages), tuple(pages), tuple(scales), tuple(scales))
 
 
 def make_pool(

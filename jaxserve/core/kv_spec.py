@@ -41,8 +41,12 @@ class KVSpec:
         raise KeyError(f"layer {layer} is in no KV group")
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of pool memory one token costs: keys and values of every layer."""
+        """Bytes of pool memory one token costs: keys and values of every layer.
+
+        Numbers of one byte (int8) share a scale of four bytes per head.
+        """
+        scale = 4 if itemsize == 1 else 0
         return sum(
-            2 * len(group.layers) * group.num_kv_heads * group.head_dim * itemsize
+            2 * len(group.layers) * group.num_kv_heads * (group.head_dim * itemsize + scale)
             for group in self.groups
         )

@@ -84,11 +84,13 @@ def _reference_step(
     softcap: float | None,
 ) -> tuple[jax.Array, LayerKV]:
     if k is not None and v is not None:
-        kv = LayerKV(*write_kv(kv.keys, kv.values, k, v, write_slot))
+        scales = {"key_scales": kv.key_scales, "value_scales": kv.value_scales}
+        kv = LayerKV(*write_kv(kv.keys, kv.values, k, v, write_slot, **scales))
     out = paged_attention(
         q, kv.keys, kv.values, page_table, query_starts, query_lens, kv_lens,
         decode_rows=decode_rows, width=width, scale=scale, window=window, softcap=softcap,
         sinks=sinks, tree_mask=tree_mask,
+        key_scales=kv.key_scales, value_scales=kv.value_scales,
     )  # fmt: skip
     return out, kv
 

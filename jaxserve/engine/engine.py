@@ -87,7 +87,7 @@ class Engine:
             kv_spec,
             self._loader,
             num_pages=shape.num_pages,
-            dtype=shape.dtype,
+            dtype=shape.kv_dtype,
             width=WIDTH,
             state_slots=state_slots,
             pages_per_row=shape.pages_per_row,

@@ -16,9 +16,11 @@ from jaxserve.loading.loaded_model import LoadedModel
 
 @dataclass(frozen=True)
 class EngineShape:
-    """num_pages counts page 0, which is never handed out; pages_per_row is a row's longest."""
+    """kv_dtype: of the pool. num_pages counts page 0, which is never handed out; pages_per_row is
+    a row's longest."""
 
     dtype: np.dtype
+    kv_dtype: np.dtype
     page_size: int
     num_pages: int
     num_groups: int
@@ -38,9 +40,10 @@ def engine_shape(
 ) -> EngineShape:
     """Raises InvalidRequestError if kv_memory does not buy a single usable page."""
     dtype = resolve_dtype(config.dtype)
+    kv_dtype = resolve_kv_dtype(config)
     max_model_len = min(model.max_model_len, config.max_model_len or model.max_model_len)
     num_pages = config.num_pages or _affordable_pages(
-        config, kv_spec.bytes_per_token(dtype.itemsize), max_model_len
+        config, kv_spec.bytes_per_token(kv_dtype.itemsize), max_model_len
     )
     # The last token of a request needs no KV, so a full pool can still draw one.
     longest_row = min(max_model_len, (num_pages - 1) * config.page_size + 1)
@@ -56,6 +59,7 @@ def engine_shape(
     )
     return EngineShape(
         dtype=dtype,
+        kv_dtype=kv_dtype,
         page_size=config.page_size,
         num_pages=num_pages,
         num_groups=len(kv_spec.groups),
@@ -71,6 +75,13 @@ def resolve_dtype(dtype: str) -> np.dtype:
     if dtype == "auto":
         dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
     return jnp.dtype(dtype)
+
+
+def resolve_kv_dtype(config: EngineConfig) -> np.dtype:
+    """The type keys and values are kept in: int8 (with scales), or that of the model."""
+    if config.kv_cache_dtype == "int8":
+        return np.dtype(np.int8)
+    return resolve_dtype(config.dtype)
 
 
 def _affordable_pages(config: EngineConfig, bytes_per_token: int, max_model_len: int) -> int:

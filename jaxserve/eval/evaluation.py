@@ -176,7 +176,7 @@ def _baseline(
             "tokenizer",
             "against",
         )
-    plain = replace(config, dtype="float32", attention_backend="reference")
+    plain = replace(config, dtype="float32", attention_backend="reference", kv_cache_dtype="auto")
     return TeacherForced(baseline, plain, context)
 
 

@@ -20,7 +20,7 @@ from jaxserve.core.kv_pool import KVPool, make_pool
 from jaxserve.core.ops import Ops
 from jaxserve.core.step_batch import StepBatch
 from jaxserve.engine.batch_builder import build_batch
-from jaxserve.engine.engine_shape import resolve_dtype
+from jaxserve.engine.engine_shape import resolve_dtype, resolve_kv_dtype
 from jaxserve.engine.plan import Plan, Scheduled
 from jaxserve.engine.request import Request
 from jaxserve.eval.position_scores import Head
@@ -64,7 +64,7 @@ class TeacherForced:
             decode_rows=0, width=1, prefill_rows=1, prefill_tokens=self.chunk_tokens
         )
         with_page_0 = self._pages + 1
-        self._pool = make_pool(kv_spec, with_page_0, config.page_size, dtype)
+        self._pool = make_pool(kv_spec, with_page_0, config.page_size, resolve_kv_dtype(config))
 
     @property
     def params(self) -> Params:
