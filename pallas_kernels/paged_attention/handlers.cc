@@ -279,7 +279,7 @@ ffi::Error paged_attention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::B
   int64_t R = page_table.dimensions()[0];
   if ((int64_t)query_starts.element_count() != R || (int64_t)query_lens.element_count() != R ||
       (int64_t)kv_lens.element_count() != R || decode_rows < 0 || decode_rows > R || width < 1 ||
-      width > std::max<int64_t>(T, 1) || decode_rows * width > T || window < 0)
+      (decode_rows > 0 && width > T / decode_rows) || window < 0)
     return bad("paged_attention: rows do not fit");
   int64_t num_sinks = sinks.element_count(), tree_size = tree_mask.element_count();
   if ((num_sinks != 0 && num_sinks != heads) ||
