@@ -44,8 +44,8 @@ class LastOutput:
 
 jax.tree_util.register_dataclass(LastOutput, ["tokens", "num_accepted"], [])
 
-_LAST = LastOutput(0, 0)  # type: ignore[arg-type]  # of which only the structure counts
-_OUTPUT = StepOutput(0, 0, 0, Logprobs(0, 0, 0, 0))  # type: ignore[arg-type]
+_LAST = LastOutput(0, 0)  # of which only the structure counts
+_OUTPUT = StepOutput(0, 0, 0, Logprobs(0, 0, 0, 0))
 
 
 @dataclass(frozen=True)
