@@ -113,7 +113,7 @@ def run(command: list[str], *, show: bool) -> str | None:
             end = [*end[-39:], line.rstrip()]
             if show and line.startswith("["):
                 number, _, what = line.partition("] ")
-                print(f"  {number}] {what.split('/')[-1].strip()[:80]}", flush=True)
+                print(f"  {number}] {'/'.join(what.split('/')[-2:]).strip()[:80]}", flush=True)
     return None if process.returncode == 0 else "\n".join(end)
 
 

@@ -18,7 +18,8 @@ PACKAGES = ("jaxserve", "pallas_kernels", "checkpoints_tools")
 ASK = """
 import sys
 sys.path.insert(0, sys.argv[1])
-sys.meta_path = [finder for finder in sys.meta_path if "ditable" not in type(finder).__name__]
+# The editable install's finder would look in the tree before it looks at sys.path.
+sys.meta_path = [f for f in sys.meta_path if not type(f).__name__.startswith("ScikitBuild")]
 import jaxserve, pallas_kernels
 assert all(m.__file__.startswith(sys.argv[1]) for m in (jaxserve, pallas_kernels)), sys.path
 import numpy as np
