@@ -84,8 +84,11 @@ def _reference_step(
     softcap: float | None,
 ) -> tuple[jax.Array, LayerKV]:
     if k is not None and v is not None:
-        scales = {"key_scales": kv.key_scales, "value_scales": kv.value_scales}
-        kv = LayerKV(*write_kv(kv.keys, kv.values, k, v, write_slot, **scales))
+        keys, values, key_scales, value_scales = kv
+        pages = write_kv(
+            keys, values, k, v, write_slot, key_scales=key_scales, value_scales=value_scales
+        )
+        kv = LayerKV(*pages)
     out = paged_attention(
         q, kv.keys, kv.values, page_table, query_starts, query_lens, kv_lens,
         decode_rows=decode_rows, width=width, scale=scale, window=window, softcap=softcap,
