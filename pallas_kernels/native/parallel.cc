@@ -9,7 +9,11 @@
 namespace jaxserve {
 namespace {
 
-constexpr auto kLinger = std::chrono::microseconds(100);
+// Longer than the host's time between two steps: on a virtual machine it takes half a millisecond
+// until a sleeping thread runs again. After the first moment a lingering thread gives way to any
+// other that wants the core.
+constexpr auto kLinger = std::chrono::milliseconds(2);
+constexpr auto kSpin = std::chrono::microseconds(50);
 
 void pause_briefly() {
 #if defined(__x86_64__)
@@ -72,13 +76,16 @@ class Board {
 
  private:
   uint64_t wait_for_next(uint64_t seen) {
-    auto deadline = std::chrono::steady_clock::now() + kLinger;
+    auto start = std::chrono::steady_clock::now();
+    auto waited = start - start;
     do {
       for (int spin = 0; spin < 64; spin++) {
         if (posted_.load(std::memory_order_acquire) != seen) return seen;
         pause_briefly();
       }
-    } while (std::chrono::steady_clock::now() < deadline);
+      if (waited > kSpin) std::this_thread::yield();
+      waited = std::chrono::steady_clock::now() - start;
+    } while (waited < kLinger);
     return seen;
   }
 

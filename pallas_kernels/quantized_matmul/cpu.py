@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import native
+from pallas_kernels.native.memory import Regions
 from pallas_kernels.quantized_matmul.array import QuantizedArray
 from pallas_kernels.quantized_matmul.checks import check_array
 from pallas_kernels.quantized_matmul.formats import Format
 
 PANEL = 32
-_ALIGNMENT = 64  # of buffers that XLA takes over without copying
 _BYTES_PER_JOB = 1 << 20
+_REGIONS = Regions()
 
 
 def supports(w: QuantizedArray) -> bool:
@@ -43,7 +44,7 @@ def pack_panels(w: QuantizedArray) -> QuantizedArray:
     scales = np.ascontiguousarray(w.parts["scales"]) if form.kind == "grouped" else None
     zeros = np.ascontiguousarray(w.parts["zeros"]) if "zeros" in w.parts else None
     num_panels, panel_bytes = panels_shape(form, N, K, w.group)
-    panels = _aligned_bytes(num_panels * panel_bytes).reshape(num_panels, panel_bytes)
+    panels = _REGIONS.empty(num_panels * panel_bytes).reshape(num_panels, panel_bytes)
 
     def pack(first: int) -> None:
         last = min(first + step, num_panels)
@@ -109,12 +110,6 @@ def _attributes(w: QuantizedArray) -> dict[str, np.int64]:
     N, K = w.shape
     values = {"format": w.format.native_id, "group": w.group, "n": N, "k": K}
     return {name: np.int64(value) for name, value in values.items()}
-
-
-def _aligned_bytes(size: int) -> np.ndarray:
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + size]
 
 
 def _address(array: np.ndarray | None) -> int:

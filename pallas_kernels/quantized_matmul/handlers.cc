@@ -1,5 +1,7 @@
 // XLA FFI handlers of the packed product. Shapes were checked in Python (cpu.py); what would read
 // outside a buffer is checked again here, because a handler can be reached without Python.
+#include <algorithm>
+
 #include "../native/parallel.h"
 #include "cpu.h"
 #include "pack.h"
@@ -25,6 +27,7 @@ bool make_matrix(const ffi::Buffer<ffi::U8>& panels, int64_t format, int64_t gro
 
 // Multiply-adds below which waking another thread costs more than it saves.
 constexpr int64_t kWorthSharing = 1 << 16;
+constexpr int64_t kRunsPerThread = 6;  // enough that a thread that comes late takes fewer
 constexpr int64_t kRowsPerTask = 96;  // expanding a tile again costs about 1 % of using it for 96
 
 ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> panels,
@@ -37,18 +40,20 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
   int64_t m = shape[0], num_panels = (n + kPanel - 1) / kPanel;
   if (m == 0) return ffi::Error::Success();
   int64_t slices = (m + kRowsPerTask - 1) / kRowsPerTask;
+  // Neighbouring panels go to one thread, whose reads then run on from one into the next.
+  int64_t runs = std::min(num_panels, pool.num_threads() * kRunsPerThread);
   const float* in = x.typed_data();
   float* out = y->typed_data();
   auto kernel = matmul_kernels_in_use().panel;
-  // Panels are the outer loop, so that threads share a panel's weights in the common cache.
   auto task = [&](int64_t i) {
-    int64_t slice = i % slices;
-    kernel(w, i / slices, in, out, slice * m / slices, (slice + 1) * m / slices);
+    int64_t run = i / slices, slice = i % slices;
+    for (int64_t p = run * num_panels / runs; p < (run + 1) * num_panels / runs; p++)
+      kernel(w, p, in, out, slice * m / slices, (slice + 1) * m / slices);
   };
   if (m * n * k < kWorthSharing) {
-    for (int64_t i = 0; i < num_panels * slices; i++) task(i);
+    for (int64_t i = 0; i < runs * slices; i++) task(i);
   } else {
-    parallel_for(pool, num_panels * slices, task);
+    parallel_for(pool, runs * slices, task);
   }
   return ffi::Error::Success();
 }
