@@ -4,18 +4,15 @@ Opaque to models: they hand it to `ops.attend` and take it back.
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.core.kv_spec import KVSpec
-
-_ZEROING_THREADS = 4
+from pallas_kernels.zeros import zeros
 
 
 class LayerKV(NamedTuple):
@@ -99,21 +96,18 @@ def make_pool(
     page_size: int,
     dtype: np.dtype,
     place: Callable[[KVPool], KVPool] | None = None,
+    backend: str = "reference",
 ) -> KVPool:
     """Allocate a zeroed pool. Page 0 exists but is never handed out: padding points at it.
 
     place: gives the sharding of each array, for a pool of shapes; None: the default device.
+    backend: whose zeros to take (see `pallas_kernels.zeros`).
     """
     shapes = pool_shapes(spec, num_pages, page_size, dtype)
-    if place is None:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    places = None if place is None else place(shapes)
+    make = jax.jit(partial(_zeros, shapes, backend), out_shardings=places)
+    return make()
 
-    def zeros(leaf: jax.ShapeDtypeStruct, where: jax.sharding.Sharding) -> jax.Array:
-        return jnp.zeros(leaf.shape, leaf.dtype, device=where)
 
-    leaves, treedef = jax.tree.flatten(shapes)
-    # Touching a gibibyte for the first time takes the system most of a second on one thread.
-    with ThreadPoolExecutor(_ZEROING_THREADS) as threads:
-        return jax.tree.unflatten(
-            treedef, threads.map(zeros, leaves, jax.tree.leaves(place(shapes)))
-        )
+def _zeros(shapes: KVPool, backend: str) -> KVPool:
+    return jax.tree.map(partial(zeros, backend=backend), shapes)

@@ -15,6 +15,7 @@
   X(jaxserve_rms_norm)  \
   X(jaxserve_rope)      \
   X(jaxserve_row_sum)   \
+  X(jaxserve_zeros)     \
   X(jaxserve_gated_activation) \
   X(jaxserve_paged_attention)
 

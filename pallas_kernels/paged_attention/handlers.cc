@@ -19,7 +19,7 @@ ffi::Error bad(const char* what) { return ffi::Error(ffi::ErrorCode::kInvalidArg
 
 // Multiply-adds below which waking another thread costs more than it saves.
 constexpr int64_t kWorthSharing = 1 << 17;
-constexpr int64_t kWorthCutting = 1 << 19;  // multiply-adds of a task, about 10 us
+constexpr int64_t kWorthCutting = 1 << 17;  // multiply-adds of a task, about 5 us
 constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kFewVectors = 6;  // below this a tile does not use the registers well
 

@@ -460,6 +460,14 @@ void expand(const Matrix& w, const uint8_t* panel, int64_t k0, int64_t k1, float
   });
 }
 
+// Asks for the packed bytes of the tile that begins at input k, which may be the next panel's first:
+// they arrive while the present tile is multiplied.
+void prefetch_tile(const Matrix& w, const uint8_t* panel, int64_t k) {
+  const uint8_t* next = panel + w.panel_bytes * k / w.k;
+  int64_t bytes = w.panel_bytes * kReduction / w.k;
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(next + i, 0, 2);
+}
+
 template <class Format>
 void many_rows(const Matrix& w, const uint8_t* panel, const float* x, float* y, int64_t rows,
                int64_t width) {
@@ -468,6 +476,7 @@ void many_rows(const Matrix& w, const uint8_t* panel, const float* x, float* y, 
   for (int64_t k0 = 0; k0 < w.k; k0 += kReduction) {
     int64_t k1 = k0 + kReduction < w.k ? k0 + kReduction : w.k;
     expand<Format>(w, panel, k0, k1, tile);
+    prefetch_tile(w, panel, k1);
     for (int64_t column = 0; column < width; column += kColumns) {
       int64_t some = width - column < kColumns ? width - column : kColumns;
       const float* part = tile + column / kColumns * kReduction * kColumns;
