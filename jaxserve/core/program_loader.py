@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import jax
@@ -90,15 +91,21 @@ class Lowered:
 _Loaded = tuple[Lowered, jax.stages.Compiled]
 
 
+class Leaves(tuple[jax.Array, ...]):
+    """The leaves of an argument that is the same in every call: taking a model's parameters apart
+    costs more than the rest of a call."""
+
+
 @dataclass(frozen=True)
 class CompiledProgram:
-    """Takes and returns trees, as the Program's function does."""
+    """Takes and returns trees, as the Program's function does; an argument may be Leaves."""
 
     compiled: jax.stages.Compiled
     structure: Any
 
     def __call__(self, *args: Any) -> Any:
-        return jax.tree.unflatten(self.structure, self.compiled(*jax.tree.leaves(args)))
+        leaves = [arg if isinstance(arg, Leaves) else jax.tree.leaves(arg) for arg in args]
+        return jax.tree.unflatten(self.structure, self.compiled(*chain.from_iterable(leaves)))
 
 
 class ProgramLoader:

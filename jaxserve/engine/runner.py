@@ -20,7 +20,7 @@ from jaxserve.core.compile_cache import compilations
 from jaxserve.core.kv_pool import KVPool, make_pool
 from jaxserve.core.kv_spec import KVSpec
 from jaxserve.core.mesh import place_params, pool_shardings, replicated
-from jaxserve.core.program_loader import CompiledProgram, Lowered, Program, ProgramLoader
+from jaxserve.core.program_loader import CompiledProgram, Leaves, Lowered, Program, ProgramLoader
 from jaxserve.core.step_batch import SamplingBatch, SamplingState, StepBatch, StepOutput
 from jaxserve.engine.programs import LastOutput, Programs
 from jaxserve.models.base import Params
@@ -80,6 +80,7 @@ class Runner:
         self._mesh = programs.mesh
         specs = programs.model.param_specs(programs.config)
         self._params = place_params(self._mesh, params, specs)
+        self._param_leaves = Leaves(jax.tree.leaves(self._params))
         self._kv_spec = kv_spec
         self._num_pages = num_pages
         self._dtype = dtype
@@ -208,8 +209,8 @@ class Runner:
         """Start a step. Pool and state are donated to it and replaced by its results."""
         before = compilations.count
         forward, sample = self._compiled[bucket], self._compiled[bucket.num_rows]
-        hidden, self._pool = forward(self._params, self._pool, batch, self._last)
-        output, self._last, self._state = sample(self._params, hidden, sampling, self._state)
+        hidden, self._pool = forward(self._param_leaves, self._pool, batch, self._last)
+        output, self._last, self._state = sample(self._param_leaves, hidden, sampling, self._state)
         self._compiled_late += compilations.count - before
         wants_logprobs = bool((np.asarray(sampling.num_logprobs) >= 0).any())
         return StepHandle(output, batch, sampling, wants_logprobs, self.first_step)
