@@ -18,6 +18,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import numpy as np
 
 from jaxserve.config import EngineConfig
+from jaxserve.core.backends import weight_layout
 from jaxserve.core.buckets import pick_bucket
 from jaxserve.core.compile_cache import use_compile_cache
 from jaxserve.engine.batch_builder import build_batch, build_sampling
@@ -89,7 +90,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
     use_compile_cache(home() / "compiled")
-    engine = Engine(load_model(args.model), EngineConfig(max_batch_rows=args.rows))
+    model = load_model(args.model, weight_layout=weight_layout("auto"))
+    engine = Engine(model, EngineConfig(max_batch_rows=args.rows))
     engine.warm_up()
     served = serve(engine, args.rows)
     host = statistics.median(s.host_seconds for s in served)
