@@ -1,7 +1,7 @@
 """`jaxserve generate`: complete prompts on the command line, without a server."""
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +10,10 @@ from jaxserve.cli import sampling_options as sampling
 from jaxserve.cli.terminal import say, with_clear_errors
 from jaxserve.config import EngineConfig
 from jaxserve.loading import hub
+from jaxserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve.cli.engine_start import StartedEngine
 
 Prompts = Annotated[
     list[str],
@@ -70,7 +74,6 @@ def generate_command(
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
 
     from jaxserve.cli.engine_start import start_engine
-    from jaxserve.cli.text_run import TextRun
 
     options = opt.EngineOptions(
         model, config, model_file, quantization=quantization, threads=threads
@@ -78,13 +81,20 @@ def generate_command(
     started = start_engine(options, say)
     try:
         params = sampling.make_params(started.model.sampling_defaults, given)
-        tokenizer = started.model.tokenizer
-        runs = [TextRun(started.client, tokenizer.encode(text), params) for text in texts]
-        for text, run in zip(texts, runs, strict=True):
-            if len(texts) > 1:
-                typer.echo(text, nl=False)
-            for piece in run:
-                typer.echo(piece, nl=False)
-            typer.echo()
+        _print_outputs(started, texts, params)
     finally:
         started.client.shutdown()
+
+
+def _print_outputs(started: "StartedEngine", texts: list[str], params: SamplingParams) -> None:
+    """Run all, and print one after the other what comes."""
+    from jaxserve.cli.text_run import TextRun
+
+    tokenizer = started.model.tokenizer
+    runs = [TextRun(started.client, tokenizer.encode(text), params) for text in texts]
+    for text, run in zip(texts, runs, strict=True):
+        if len(texts) > 1:
+            typer.echo(text, nl=False)
+        for piece in run:
+            typer.echo(piece, nl=False)
+        typer.echo()

@@ -45,8 +45,7 @@ def paged_attention(
     _check_shapes(q, key_pages, value_pages, page_table, query_lens, decode_rows, width)
     if backend != "reference":
         raise NotImplementedError(
-            f"paged_attention has no backend {backend!r}; it has: reference (native code also "
-            "writes: see paged_attention_cpu)"
+            f"paged_attention has no backend {backend!r}; it has: reference (and .cpu)"
         )
     return paged_attention_reference(
         q,

@@ -4,6 +4,8 @@ What is checked here are shapes and types; values (page ids, slots, lengths) are
 step knows, so the native code clamps or skips those that point outside the arrays.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +50,7 @@ def paged_attention_cpu(
     Raises ValueError for shapes and types that do not fit.
     """
     native.module()
-    T, H, D = q.shape
+    D = q.shape[2]
     scales = _scales(key_pages, value_pages, key_scales, value_scales)
     _check(
         q, k, v, key_pages, value_pages, write_slot, page_table,
@@ -69,24 +71,40 @@ def paged_attention_cpu(
         jnp.zeros((0, width, width), bool) if tree_mask is None else jnp.asarray(tree_mask, bool),
         *pool,
     )
-    out = jax.ShapeDtypeStruct((T, H, D), jnp.float32)
-    updated = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pool) if writes else ()
-    first = len(arguments) - len(pool)
-    results = jax.ffi.ffi_call(
-        "jaxserve_paged_attention",
-        (out, *updated),
-        input_output_aliases={first + i: 1 + i for i in range(len(updated))},
-    )(
-        *arguments,
-        decode_rows=np.int64(decode_rows),
-        width=np.int64(width),
-        scale=np.float32(scale),
-        window=np.int64(window or 0),
-        softcap=np.float32(softcap or 0),
-    )
+    settings = _settings(decode_rows, width, scale, window, softcap)
+    results = _call(arguments, pool if writes else (), settings)
     keys, values, *new_scales = results[1:] if writes else pool
     key_scales, value_scales = new_scales or (None, None)
     return results[0].astype(q.dtype), keys, values, key_scales, value_scales
+
+
+def _settings(
+    decode_rows: int, width: int, scale: float, window: int | None, softcap: float | None
+) -> dict[str, Any]:
+    """The call's attributes; 0 stands for no window and no cap."""
+    return {
+        "decode_rows": np.int64(decode_rows),
+        "width": np.int64(width),
+        "scale": np.float32(scale),
+        "window": np.int64(window or 0),
+        "softcap": np.float32(softcap or 0),
+    }
+
+
+def _call(
+    arguments: tuple[jax.Array, ...],
+    written: tuple[jax.Array, ...],
+    settings: dict[str, Any],
+) -> Any:
+    """The native call: the output, like q, and `written`, the last arguments, updated in place."""
+    out = jax.ShapeDtypeStruct(arguments[0].shape, jnp.float32)
+    updated = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written)
+    first = len(arguments) - len(written)
+    return jax.ffi.ffi_call(
+        "jaxserve_paged_attention",
+        (out, *updated),
+        input_output_aliases={first + i: 1 + i for i in range(len(updated))},
+    )(*arguments, **settings)
 
 
 def _scales(

@@ -15,24 +15,11 @@ from hypothesis import strategies as st
 
 from pallas_kernels import native  # noqa: F401  used by the subprocess below
 from pallas_kernels.kv_write import write_kv
-from pallas_kernels.paged_attention.cases import CASES, Case
+from pallas_kernels.paged_attention.cases import CASES, ODD_CASES, Case
 from pallas_kernels.paged_attention.cpu import paged_attention_cpu
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 from tests.support.attention_inputs import dequantized, make_inputs, oracle, quantized
 
-# Shapes that divide no tile, block, page or vector.
-ODD_CASES = (
-    Case("odd-head5", ((1, 1), (1, 70)), ((33, 97),), num_heads=3, num_kv_heads=1, head_dim=5),
-    Case("odd-head20", ((1, 65),), ((19, 84),), num_heads=14, num_kv_heads=2, head_dim=20),
-    Case("odd-head36", ((1, 130),), ((7, 7),), num_heads=1, num_kv_heads=1, head_dim=36),
-    Case("odd-page3", ((2, 67), (1, 3)), ((40, 40),), width=3, page_size=3, window=50),
-    Case("head96-g5", ((1, 200),), ((70, 200),), num_heads=5, num_kv_heads=1, head_dim=96),
-    Case("head128-g4", ((1, 200),), ((70, 129),), num_heads=8, num_kv_heads=2, head_dim=128),
-    Case("head256-g4-window", ((1, 600),), ((30, 600),), head_dim=256, num_kv_heads=1, window=512),
-    Case("many-heads", ((1, 66),), ((3, 66),), num_heads=100, num_kv_heads=1, head_dim=8),
-    Case("long", ((1, 1500), (1, 640)), ((9, 1000),), num_heads=9, num_kv_heads=3, head_dim=64),
-    Case("tree-window", ((5, 140), (4, 66)), width=5, window=30, tree=True, sinks=True),
-)
 ALL_CASES = CASES + ODD_CASES
 
 # Weights are sums of up to a thousand float32 products of order 1.
