@@ -22,7 +22,7 @@ JS_INLINE vf exp_vector(vf x) {
   p = fma(p, r, splat(0.166665182f));
   p = fma(p, r, splat(0.5f));
   vf e = fma(r * r, p, r) + 1.0f;
-  vf scaled = e * (vf)(((vi)t << 23) + (127 << 23));
+  vf scaled = e * (vf)(((vu)t << 23) + (127u << 23));
   return select(x < splat(-87.0f), vf{}, scaled);
 }
 
