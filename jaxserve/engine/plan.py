@@ -42,15 +42,34 @@ class Scheduled(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Transfers:
+    """Pages to move before a step, in this order: all stores, then all copies, then all loads.
+
+    stores: (page, host slot), of pages that left the pool; copies: (from page, to page), where all
+    sources are read before anything is written; loads: (host slot, page).
+    """
+
+    stores: tuple[tuple[int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    loads: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.stores or self.copies or self.loads)
+
+
+@dataclass(frozen=True)
 class Plan:
     """One step. Decode rows run one token each and always sample; preempted requests wait again."""
 
     decode: tuple[Scheduled, ...] = ()
     prefill: tuple[Scheduled, ...] = ()
     preempted: tuple[Request, ...] = ()
+    transfers: Transfers = Transfers()
 
     @property
     def is_empty(self) -> bool:
+        """Nothing runs (pages may still have to be moved)."""
         return not self.decode and not self.prefill
 
     @property

@@ -47,7 +47,13 @@ class Request:
 
     num_computed: tokens whose KV is in the pool (`cached_lens` of its next step). Invariant:
     0 <= num_computed <= num_tokens - 1 between steps, unless the request is finished;
-    len(pages[g]) * page_size >= num_computed for every KV group g.
+    len(pages[g]) * page_size >= num_computed for every KV group g. Page 0 in a list stands for a
+    page given back because every later query's window has left it.
+    num_cached_tokens: prompt tokens that its first start found in the prefix cache.
+    cache_salt, adapter_id: KV is shared only between requests in which both are equal.
+    leader_id: the request whose prompt it shares (another choice of the same user request).
+    deadline: `time.monotonic()` at which it ends, finished or not; None: never.
+    page_hashes: the prefix cache's own notes.
     """
 
     request_id: str
@@ -66,6 +72,12 @@ class Request:
     pages: tuple[list[int], ...] = ()
     sampling_slot: int = 0
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    cache_salt: str = ""
+    adapter_id: int = 0
+    leader_id: str | None = None
+    deadline: float | None = None
+    page_hashes: list[bytes] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
