@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from jaxserve.errors import InvalidRequestError
 
 MAX_ROWS_LIMIT = 1024
+SCHEDULING_POLICIES = ("fcfs", "priority", "prefix")
+BATCHING = ("continuous", "static")
 MAX_THREADS = 1024  # that XLA may be told to compute on; a setting of the process, not of an engine
 
 
@@ -23,6 +25,10 @@ class EngineConfig:
     page_size: int = 16  # tokens per KV page
     kv_memory: int = 1 << 30  # bytes for the KV pool
     kv_cache_dtype: str = "auto"  # auto: as dtype; int8: a quarter of float32's memory and reads
+    prefix_cache: bool = True  # keep finished prompts' KV; what begins alike is not computed again
+    kv_host_memory: int = 0  # bytes of host memory for KV that left the pool; 0: it is dropped
+    scheduling: str = "priority"  # who waits shortest; priority: as requests ask, then fcfs
+    batching: str = "continuous"  # static: a batch ends as one; a baseline for benchmarks
     num_pages: int | None = None  # overrides kv_memory (tests, exact experiments)
     attention_backend: str = "auto"
     seed: int = 0  # root of the draws of requests that carry no seed
@@ -37,16 +43,29 @@ class EngineConfig:
             _check_range("max_model_len", self.max_model_len, 2, 1 << 24)
         if self.num_pages is not None:
             _check_range("num_pages", self.num_pages, 2, 1 << 30)
-        if self.kv_cache_dtype not in ("auto", "int8"):
+        _check_range("kv_host_memory", self.kv_host_memory, 0, 1 << 50)
+        if not isinstance(self.prefix_cache, bool):
             raise InvalidRequestError(
-                f"kv_cache_dtype is {self.kv_cache_dtype!r}; choose auto or int8", "kv_cache_dtype"
+                f"prefix_cache is {self.prefix_cache!r}; give True or False", "prefix_cache"
             )
-        if self.dtype not in ("auto", "float32", "bfloat16"):
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "int8"))
+        _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _check_choice("scheduling", self.scheduling, SCHEDULING_POLICIES)
+        _check_choice("batching", self.batching, BATCHING)
+        if self.kv_host_memory and not self.prefix_cache:
             raise InvalidRequestError(
-                f"dtype is {self.dtype!r}; choose auto, float32 or bfloat16", "dtype"
+                f"kv_host_memory is {self.kv_host_memory} bytes and prefix_cache is off; the host "
+                "memory keeps cached prefixes: leave the cache on, or set kv_host_memory to 0",
+                "kv_host_memory",
             )
 
 
 def _check_range(name: str, value: int, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidRequestError(f"{name} is {value!r}; give a whole number {low} to {high}", name)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        listed = ", ".join(choices[:-1]) + f" or {choices[-1]}"
+        raise InvalidRequestError(f"{name} is {value!r}; choose {listed}", name)

@@ -163,6 +163,7 @@ class EngineClient:
         if seed is None:
             seed = _draw_seed(self._root_seed, next(self._seed_counter))
         arrival_time = time.monotonic()
+        timeout = request.timeout
         return [
             Request(
                 request_id=f"{request.request_id}-{choice}",
@@ -174,6 +175,9 @@ class EngineClient:
                 choice=choice,
                 priority=request.priority,
                 arrival_time=arrival_time,
+                cache_salt=request.cache_salt,
+                leader_id=f"{request.request_id}-0" if choice else None,
+                deadline=None if timeout is None else arrival_time + timeout,
             )
             for choice in range(request.params.n)
         ]

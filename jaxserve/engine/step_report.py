@@ -27,12 +27,16 @@ class StepTimings:
                 self.queue_seconds.append(self.began - item.request.arrival_time)
 
     def on_commit(self, committed: list[Committed]) -> None:
-        """Count the new tokens, and each prompt once, when its first token is drawn."""
+        """Count the new tokens, and each prompt once, when its first token is drawn.
+
+        The other choices of a user request share its leader's prompt.
+        """
         now = time.monotonic()
         self.output_tokens = len(committed)
         for news in committed:
             if len(news.request.output_token_ids) == 1:
-                self.prompt_tokens += len(news.request.prompt_token_ids)
+                if news.request.leader_id is None:
+                    self.prompt_tokens += len(news.request.prompt_token_ids)
                 self.prefill_seconds.append(now - (news.request.started_time or self.began))
 
     @property
@@ -48,7 +52,12 @@ def token_event(news: Committed, output: StepOutput, row: int) -> TokenEvent:
     if wanted is not None:
         logprobs = (_token_logprobs(output, row, wanted),)
     return TokenEvent(
-        news.request.request_id, (news.token,), logprobs, news.finish_reason, news.stop_reason
+        news.request.request_id,
+        (news.token,),
+        logprobs,
+        news.finish_reason,
+        news.stop_reason,
+        num_cached_tokens=news.request.num_cached_tokens,
     )
 
 
