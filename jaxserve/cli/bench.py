@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from jaxserve.cli import bench_options as opt
-from jaxserve.cli.engine_options import Threads
+from jaxserve.cli.engine_options import Batching, Threads
 from jaxserve.cli.terminal import say, with_clear_errors
 from jaxserve.errors import InvalidRequestError
 
@@ -98,6 +98,7 @@ def throughput_command(
     frequency_penalty: opt.FrequencyPenalty = None,
     ignore_eos: opt.IgnoreEos = False,
     max_num_seqs: opt.MaxNumSeqs = None,
+    batching: Batching = "continuous",
     threads: Threads = None,
     output_json: opt.OutputJson = None,
 ) -> None:
@@ -107,9 +108,10 @@ def throughput_command(
 
     given = dict(locals())
     sampling = _sampling(given)
-    with _load(model, max_num_seqs, threads) as llm:
+    with _load(model, max_num_seqs, threads, batching) as llm:
         described, requests = _workload(given | {"random_vocab_size": llm.model.vocab_size})
         report = {"model": model, "workload": described, "sampling": sampling.describe()}
+        report["batching"] = batching
         report |= run_throughput(llm, requests, sampling, compare_sequential=compare_sequential)
     _finish(report, throughput_text(report), output_json)
 
@@ -259,12 +261,14 @@ def _percentiles(text: str) -> tuple[float, ...]:
     return values
 
 
-def _load(model: str, max_batch_rows: int | None, threads: int | None) -> "LLM":
+def _load(
+    model: str, max_batch_rows: int | None, threads: int | None, batching: str = "continuous"
+) -> "LLM":
     from jaxserve.llm import LLM
 
     say(f"loading {model}")
     rows: dict[str, Any] = {} if max_batch_rows is None else {"max_batch_rows": max_batch_rows}
-    return LLM(model, threads=threads, **rows)
+    return LLM(model, threads=threads, batching=batching, **rows)
 
 
 def _finish(report: dict[str, Any], text: str, output_json: Path | None) -> None:

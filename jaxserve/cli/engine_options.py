@@ -1,8 +1,9 @@
 """The options of every command that runs an engine, under vLLM's names where it has one."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -98,6 +99,41 @@ KVMemory = Annotated[
         shown_default=show_byte_size(EngineConfig().kv_memory),
     ),
 ]
+PrefixCache = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Keep the KV of earlier prompts and outputs; what begins alike is not computed again.",
+        rich_help_panel=_PANEL,
+    ),
+]
+KVHostMemory = Annotated[
+    int,
+    _size_option(
+        "--kv-host-memory",
+        help="Host memory for cached KV that the pool has no room for, such as 4GiB; 0: none.",
+        panel=_PANEL,
+        shown_default="0",
+    ),
+]
+Scheduling = Annotated[
+    Literal["fcfs", "priority", "prefix"],
+    typer.Option(
+        "--scheduling-policy",
+        help="Who runs next. fcfs: first come. priority: lowest priority of a request first, then "
+        "first come. prefix: longest cached prefix first, while nobody waits too long.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Batching = Annotated[
+    Literal["continuous", "static"],
+    typer.Option(
+        "--batching",
+        help="static: a batch starts and ends as one; a baseline for benchmarks.",
+        rich_help_panel=_PANEL,
+    ),
+]
 PageSize = Annotated[int, _option("--page-size", "--block-size", help="Tokens of a KV page.")]
 Seed = Annotated[int, _option("--seed", help="Root of the draws of requests without a seed.")]
 ModelFile = Annotated[
@@ -144,3 +180,9 @@ class EngineOptions:
     chat_template: Path | None = None
     quantization: str | None = None
     threads: int | None = None
+
+
+def engine_config(given: Mapping[str, Any]) -> EngineConfig:
+    """The settings among a command's parameters, which have the names of EngineConfig's fields."""
+    names = [field.name for field in fields(EngineConfig)]
+    return EngineConfig(**{name: given[name] for name in names if name in given})

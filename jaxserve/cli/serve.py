@@ -11,7 +11,6 @@ import typer
 
 from jaxserve.cli import engine_options as opt
 from jaxserve.cli.terminal import say, set_up_logging, with_clear_errors
-from jaxserve.config import EngineConfig
 from jaxserve.loading import hub
 
 if TYPE_CHECKING:  # imported when the command runs: `jaxserve --help` stays quick
@@ -77,6 +76,10 @@ def serve_command(
     max_queue: opt.MaxQueue = opt.DEFAULTS.max_queue,
     kv_memory: opt.KVMemory = opt.DEFAULTS.kv_memory,
     kv_cache_dtype: opt.KVCacheDtype = "auto",
+    kv_host_memory: opt.KVHostMemory = opt.DEFAULTS.kv_host_memory,
+    prefix_cache: opt.PrefixCache = opt.DEFAULTS.prefix_cache,
+    scheduling: opt.Scheduling = "priority",
+    batching: opt.Batching = "continuous",
     page_size: opt.PageSize = opt.DEFAULTS.page_size,
     seed: opt.Seed = opt.DEFAULTS.seed,
     model_file: opt.ModelFile = None,
@@ -87,17 +90,7 @@ def serve_command(
     Paths: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics, /version. The
     port opens at once and answers 503 until the model is ready.
     """
-    config = EngineConfig(
-        dtype=dtype,
-        max_model_len=max_model_len,
-        max_batch_rows=max_batch_rows,
-        max_batch_tokens=max_batch_tokens,
-        max_queue=max_queue,
-        kv_memory=kv_memory,
-        kv_cache_dtype=kv_cache_dtype,
-        page_size=page_size,
-        seed=seed,
-    )
+    config = opt.engine_config(locals())
     hub.resolve(model)  # a mistyped name fails before anything is imported or opened
     from jaxserve.server.settings import ServerSettings
 
@@ -162,6 +155,8 @@ def _load(options: opt.EngineOptions, metrics: "ServerMetrics") -> "Backend":
             "max_model_len": started.model.max_model_len,
             "dtype": options.config.dtype,
             "kv_cache_dtype": options.config.kv_cache_dtype,
+            "enable_prefix_caching": options.config.prefix_cache,
+            "kv_host_memory": options.config.kv_host_memory,
         }
     )
     return Backend(started.client, started.model)

@@ -75,7 +75,8 @@ class OutputCollector:
         choice.texts.append(delta.text)
         choice.token_ids += delta.token_ids
         choice.logprobs += delta.logprobs or ()
-        self._num_cached = max(self._num_cached, delta.num_cached_tokens)
+        if delta.index == 0:  # the other choices find what this one has computed
+            self._num_cached = max(self._num_cached, delta.num_cached_tokens)
         if delta.token_ids and self._metrics.first_token_time is None:
             self._metrics.first_token_time = time.monotonic()
         if delta.finish_reason is not None:

@@ -13,7 +13,13 @@ from aiohttp import web
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.outputs import OutputDelta
 from jaxserve.errors import QueueFullError
-from jaxserve.server.errors import ApiError, as_api_error, generation_failed, unavailable
+from jaxserve.server.errors import (
+    ApiError,
+    as_api_error,
+    generation_failed,
+    timed_out,
+    unavailable,
+)
 from jaxserve.server.generation import Generation
 from jaxserve.server.prompts import PreparedCall
 from jaxserve.server.protocol import CallOptions
@@ -69,6 +75,7 @@ class Answer:
             for choice, delta in await generation.next():
                 self._raise_if_failed(delta)
                 parts[choice].append(delta)
+        self._raise_if_only_timed_out([delta for deltas in parts for delta in deltas])
         body = await self.state.in_thread(self._encode, parts)
         return web.Response(body=body, content_type="application/json")
 
@@ -108,13 +115,20 @@ class Answer:
             await self._send(stream, opening)
         num_tokens = 0
         cached = [0] * generation.num_choices
+        ends: list[tuple[int, OutputDelta]] = []  # timeouts before the first token of the call
         while not generation.finished:
             for choice, delta in _joined(await generation.next()):
                 self._raise_if_failed(delta)
                 num_tokens += len(delta.token_ids)
                 cached[choice] = max(cached[choice], delta.num_cached_tokens)
-                if self._says_something(delta):
+                if delta.finish_reason == "timeout" and num_tokens == 0:
+                    ends.append((choice, delta))
+                elif self._says_something(delta):
                     await self._send(stream, self.form.choice_chunk(choice, delta))
+        if num_tokens == 0:
+            self._raise_if_only_timed_out([delta for _, delta in ends])
+        for choice, delta in ends:
+            await self._send(stream, self.form.choice_chunk(choice, delta))
         if self.options.include_usage:
             await stream.send(self.form.chunk([]) | {"usage": self._usage(num_tokens, cached)})
         await stream.done()
@@ -134,10 +148,17 @@ class Answer:
                 raise unavailable(delta.error or "the engine has stopped", "engine_dead")
             raise generation_failed(delta.error)
 
+    def _raise_if_only_timed_out(self, deltas: Sequence[OutputDelta]) -> None:
+        """An answer without a single token is none: the caller hears why."""
+        if any(delta.finish_reason == "timeout" for delta in deltas) and not any(
+            delta.token_ids for delta in deltas
+        ):
+            raise timed_out()
+
     def _usage(self, num_tokens: int, cached: Sequence[int]) -> dict[str, Any]:
-        n = self.options.params.n
-        per_prompt = (max(cached[i : i + n]) for i in range(0, len(cached), n))
-        return usage_fields(self.prepared.num_prompt_tokens, num_tokens, sum(per_prompt))
+        # Of each prompt its first choice: the others find what that one has computed.
+        first_choices = cached[:: self.options.params.n]
+        return usage_fields(self.prepared.num_prompt_tokens, num_tokens, sum(first_choices))
 
 
 async def _try_to_fail(stream: EventStream, error: ApiError) -> None:

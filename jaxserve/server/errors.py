@@ -87,6 +87,22 @@ def generation_failed(message: str | None) -> ApiError:
     )
 
 
+def timed_out() -> ApiError:
+    """408: the request's own `timeout` passed before anything was generated.
+
+    OpenAI's libraries would send it again at once, to a server that is busy as it is.
+    """
+    return ApiError(
+        408,
+        "the request's timeout passed before a token was generated; give a longer timeout, or try "
+        "again when the server is less busy",
+        kind="timeout_error",
+        param="timeout",
+        code="generation_timeout",
+        headers={"x-should-retry": "false"},
+    )
+
+
 def as_api_error(error: Exception) -> ApiError:
     """The ApiError that stands for any exception a handler may raise."""
     if isinstance(error, ApiError):

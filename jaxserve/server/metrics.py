@@ -45,6 +45,7 @@ class ServerMetrics:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens computed.")
         self.generation_tokens = self._counter("generation_tokens", "Output tokens drawn.")
         self.preemptions = self._counter("num_preemptions", "Requests put back by a full pool.")
+        self._make_cache_metrics()
         self._late_compiles_seen = 0
         self.late_compiles = self._counter(
             "late_compiles", "Programs compiled while serving; 0 in a healthy engine."
@@ -63,6 +64,25 @@ class ServerMetrics:
         )
         self.step_device = self._histogram(
             "step_device_seconds", "Device time of one step.", _STEP_SECONDS
+        )
+
+    def _make_cache_metrics(self) -> None:
+        self.prefix_queries = self._counter(
+            "prefix_cache_queries", "Tokens looked up in the prefix cache."
+        )
+        self.prefix_hits = self._counter("prefix_cache_hits", "Tokens the prefix cache had.")
+        self.kv_waste = self._gauge(
+            "kv_cache_waste_tokens", "Places in pages held by running requests without a token."
+        )
+        self.pages_cached = self._gauge(
+            "kv_cache_cached_pages", "Pages that no request holds and the prefix cache can use."
+        )
+        self.pages_stored = self._counter("kv_offload_stored_pages", "Pages copied to host memory.")
+        self.pages_loaded = self._counter(
+            "kv_offload_loaded_pages", "Pages copied back from host memory."
+        )
+        self.idle_seconds = self._counter(
+            "device_idle_seconds", "Time the device waited for its next step while there was work."
         )
 
     def _make_request_metrics(self) -> None:
@@ -104,6 +124,7 @@ class ServerMetrics:
         self.kv_usage.set(stats.pages_used / stats.pages_total if stats.pages_total else 0.0)
         self.prompt_tokens.inc(stats.prompt_tokens)
         self.generation_tokens.inc(stats.output_tokens)
+        self._count_cache(stats)
         for seconds in stats.queue_seconds:
             self.queue_time.observe(seconds)
         for seconds in stats.prefill_seconds:
@@ -117,6 +138,19 @@ class ServerMetrics:
         if stats.late_compiles > self._late_compiles_seen:  # the engine reports its running total
             self.late_compiles.inc(stats.late_compiles - self._late_compiles_seen)
             self._late_compiles_seen = stats.late_compiles
+
+    def _count_cache(self, stats: StepStats) -> None:
+        self.kv_waste.set(stats.kv_waste_tokens)
+        self.pages_cached.set(stats.pages_cached)
+        for counter, amount in (
+            (self.prefix_queries, stats.prefix_queried_tokens),
+            (self.prefix_hits, stats.prefix_hit_tokens),
+            (self.pages_stored, stats.pages_stored),
+            (self.pages_loaded, stats.pages_loaded),
+            (self.idle_seconds, stats.device_idle_seconds),
+        ):
+            if amount:  # most steps have none of it, and a locked addition costs a microsecond
+                counter.inc(amount)
 
     def on_request(self, params: SamplingParams) -> None:
         """Count the parameters of one accepted prompt."""
@@ -195,7 +229,7 @@ class ChoiceTimer:
     def _finish(self, reason: str, now: float) -> None:
         metrics = self._metrics
         metrics.on_finish(reason)
-        if reason in ("abort", "error"):
+        if reason in ("abort", "error", "timeout"):
             return
         metrics.e2e.observe(now - self._arrival)
         metrics.request_prompt.observe(self._num_prompt_tokens)

@@ -105,7 +105,9 @@ def _request(
                 f"choices x max_tokens x (logprobs + 1) is {entries}, above "
                 f"{MAX_LOGPROB_ENTRIES}; ask for fewer choices, tokens or logprobs",
             )
-    return GenerationRequest(request_id, ids, params, options.priority)
+    return GenerationRequest(
+        request_id, ids, params, options.priority, options.timeout, options.cache_salt
+    )
 
 
 def _completion_ids(prompt: Prompt, add_special: bool, model: LoadedModel) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.engine.outputs import check_cache_salt, check_timeout
 from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import MAX_LOGPROBS, SamplingParams
 from jaxserve.server.errors import ApiError
@@ -46,6 +47,8 @@ class CallOptions:
     include_usage: bool
     return_token_ids: bool
     priority: int
+    timeout: float | None
+    cache_salt: str
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,24 @@ def _parse_options(body: Mapping[str, Any], params: SamplingParams) -> CallOptio
         include_usage=parse_stream_options(body, stream),
         return_token_ids=get_bool(body, "return_token_ids"),
         priority=get_int(body, "priority", -MAX_PRIORITY, MAX_PRIORITY) or 0,
+        timeout=_parse_timeout(body),
+        cache_salt=_parse_cache_salt(body),
     )
+
+
+def _parse_timeout(body: Mapping[str, Any]) -> float | None:
+    timeout = body.get("timeout")
+    check_timeout(timeout)
+    return None if timeout is None else float(timeout)
+
+
+def _parse_cache_salt(body: Mapping[str, Any]) -> str:
+    """The salt, or "" for none. A user who sends an empty one would believe to be apart."""
+    salt = get_str(body, "cache_salt")
+    if salt == "":
+        raise bad_field("cache_salt", "cache_salt is empty; give a text, or leave it out")
+    check_cache_salt(salt or "")
+    return salt or ""
 
 
 def _parse_prompts(prompt: Any) -> tuple[Prompt, ...]:

@@ -37,6 +37,8 @@ COMMON_FIELDS = frozenset(
         "stream",
         "stream_options",
         "priority",
+        "timeout",
+        "cache_salt",
         "return_token_ids",
         "add_special_tokens",
         # Known, and rightly without effect on the answer:
@@ -69,7 +71,6 @@ COMMON_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "return_tokens_as_token_ids": (False,),
     "prompt_embeds": (),
-    "cache_salt": (),
 }
 
 

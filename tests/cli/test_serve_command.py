@@ -199,10 +199,28 @@ def test_options_reach_server_and_engine(start: FakeStart) -> None:
 
     arguments = ["--api-key", "key", "--served-model-name", "a", "--served-model-name", "b"]
     arguments += ["--max-num-seqs", "3", "--kv-cache-memory-bytes", "1000000", "--log-requests"]
-    arguments += ["--quantization", "int8"]
+    arguments += ["--quantization", "int8", "--scheduling-policy", "prefix", "--batching", "static"]
+    arguments += ["--kv-host-memory", "2M", "--enable-prefix-caching"]
     result, failures = serve_while(drive, *arguments)
     assert not failures
     assert result.exit_code == 0
     config = start.options[0].config
     assert (config.max_batch_rows, config.kv_memory) == (3, 1_000_000)
+    assert (config.scheduling, config.batching) == ("prefix", "static")
+    assert (config.prefix_cache, config.kv_host_memory) == (True, 2 << 20)
     assert start.options[0].quantization == "int8"
+
+
+@pytest.mark.parametrize("name", ["--no-prefix-cache", "--no-enable-prefix-caching"])
+def test_prefix_cache_can_be_switched_off(start: FakeStart, name: str) -> None:
+    def drive(url: str) -> None:
+        wait_for_health(url, 200)
+        stop()
+
+    result, failures = serve_while(drive, name)
+    assert not failures
+    assert result.exit_code == 0
+    assert not start.options[0].config.prefix_cache
+    result = CliRunner().invoke(app, ["serve", "fake", name, "--kv-host-memory", "1M"])
+    assert result.exit_code == 1
+    assert "leave the cache on" in result.stderr

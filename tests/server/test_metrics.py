@@ -20,6 +20,13 @@ NAMES = [
     "generation_tokens_total",
     "num_preemptions_total",
     "late_compiles_total",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "kv_cache_waste_tokens",
+    "kv_cache_cached_pages",
+    "kv_offload_stored_pages_total",
+    "kv_offload_loaded_pages_total",
+    "device_idle_seconds_total",
     "admission_rejections_total",
     "iteration_tokens_total_count",
     "step_host_seconds_sum",
@@ -83,6 +90,22 @@ def test_steps_add_up() -> None:
     assert value(metrics, "step_device_seconds_sum") == pytest.approx(0.06)
     assert value(metrics, "request_queue_time_seconds_sum") == 0.75
     assert value(metrics, "request_prefill_time_seconds_sum") == 1.5
+
+
+def test_cache_counters_add_up_and_gauges_are_of_now() -> None:
+    metrics = ServerMetrics("tiny")
+    metrics.on_step(step(prefix_queried_tokens=100, prefix_hit_tokens=64, kv_waste_tokens=9))
+    metrics.on_step(
+        step(prefix_queried_tokens=20, kv_waste_tokens=7, pages_cached=4, pages_stored=3)
+    )
+    metrics.on_step(step(pages_loaded=2, device_idle_seconds=0.25))
+    assert value(metrics, "prefix_cache_queries_total") == 120
+    assert value(metrics, "prefix_cache_hits_total") == 64
+    assert value(metrics, "kv_cache_waste_tokens") == 0
+    assert value(metrics, "kv_cache_cached_pages") == 0
+    assert value(metrics, "kv_offload_stored_pages_total") == 3
+    assert value(metrics, "kv_offload_loaded_pages_total") == 2
+    assert value(metrics, "device_idle_seconds_total") == 0.25
 
 
 def test_late_compiles_follow_the_running_total() -> None:

@@ -71,7 +71,9 @@ async def test_cached_tokens_count_once_per_prompt() -> None:
         def _advance(self, request: Any) -> Any:
             from dataclasses import replace
 
-            return replace(super()._advance(request), num_cached_tokens=2)
+            # Choices after the first share what that one has computed: not the cache's doing.
+            found = 2 if request.choice == 0 else 3
+            return replace(super()._advance(request), num_cached_tokens=found)
 
     async with serve(CachingEngine(list(b"ab")), ByteModel()) as server:
         body = {"prompt": ["one", "two"], "n": 3, "max_tokens": 2}

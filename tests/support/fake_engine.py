@@ -143,11 +143,20 @@ class FakeEngine:
             time.sleep(self.step_seconds)
         events = [TokenEvent(rid, (), None, finish_reason="abort") for rid in self._aborted]
         self._aborted.clear()
+        events += self._expire()
         running = list(self._open.values())[: self.max_rows]
         events += [self._advance(request) for request in running]
         if self.on_step is not None:
             self.on_step(self._stats(len(running), sum(len(e.token_ids) for e in events)))
         return events
+
+    def _expire(self) -> list[TokenEvent]:
+        """End what is past its deadline, running or waiting."""
+        now = time.monotonic()
+        late = [r for r in self._open.values() if r.deadline is not None and r.deadline <= now]
+        for request in late:
+            self._free(request.request_id)
+        return [TokenEvent(r.request_id, (), None, finish_reason="timeout") for r in late]
 
     def _advance(self, request: Request) -> TokenEvent:
         rid, params = request.request_id, request.params
