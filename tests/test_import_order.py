@@ -23,7 +23,7 @@ LAYERS = (
     ("jaxserve.loading",),
     ("jaxserve.engine",),
     ("jaxserve.llm",),
-    ("jaxserve.server", "jaxserve.bench", "jaxserve.eval"),
+    ("jaxserve.server", "jaxserve.bench", "jaxserve.eval", "jaxserve.planning"),
     ("jaxserve.cli",),
     ("jaxserve.__main__",),
     ("jaxserve",),  # the package itself hands out LLM and SamplingParams
