@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxserve.core.buckets import Bucket
 from jaxserve.core.compile_cache import compilations
+from jaxserve.core.kv_layout import kv_layout
 from jaxserve.core.kv_pool import KVPool, make_pool
 from jaxserve.core.kv_spec import KVSpec
 from jaxserve.core.mesh import place_params, pool_shardings, replicated
@@ -41,6 +42,11 @@ class StepHandle:
     sampling: SamplingBatch
     wants_logprobs: bool
     ended: threading.Event  # of the runner: some step has
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the step has ended, well or badly."""
+        return self.output.tokens.is_ready()
 
     def result(self) -> StepOutput:
         """Wait, and fetch what the host needs as numpy: logprobs only if a row asked for them."""
@@ -81,7 +87,7 @@ class Runner:
         specs = programs.model.param_specs(programs.config)
         self._params = place_params(self._mesh, params, specs)
         self._param_leaves = Leaves(jax.tree.leaves(self._params))
-        self._kv_spec = kv_spec
+        self._layout = kv_layout(kv_spec)
         self._num_pages = num_pages
         self._dtype = dtype
         self._width = width
@@ -106,7 +112,7 @@ class Runner:
         """A fresh pool and sampling state: at start, and after a step failed with both donated."""
         everywhere = replicated(self._mesh)
         self._pool: KVPool = make_pool(
-            self._kv_spec,
+            self._layout,
             self._num_pages,
             self._programs.page_size,
             self._dtype,

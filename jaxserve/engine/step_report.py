@@ -8,11 +8,17 @@ from jaxserve.engine.request import TokenEvent, TokenLogprobs
 
 
 class StepTimings:
-    """Watches one step: host and device time, how long requests queued and prefilled."""
+    """Watches one call of the loop: host and device time, how long requests queued and prefilled.
+
+    device_seconds is of the step committed in it, from the end of the step before or from its own
+    dispatch, whichever was later. device_idle_seconds is an upper bound.
+    """
 
     def __init__(self) -> None:
         self.began = time.monotonic()
         self.device_seconds = 0.0
+        self.device_idle_seconds = 0.0
+        self._waited_seconds = 0.0
         self.bucket = "none"
         self.queue_seconds: list[float] = []
         self.prefill_seconds: list[float] = []
@@ -25,6 +31,11 @@ class StepTimings:
             if item.request.started_time is None:
                 item.request.started_time = self.began
                 self.queue_seconds.append(self.began - item.request.arrival_time)
+
+    def on_result(self, waited_seconds: float, device_seconds: float) -> None:
+        """Note that a step's result was fetched after waiting that long."""
+        self._waited_seconds += waited_seconds
+        self.device_seconds += device_seconds
 
     def on_commit(self, committed: list[Committed]) -> None:
         """Count the new tokens, and each prompt once, when its first token is drawn.
@@ -41,8 +52,8 @@ class StepTimings:
 
     @property
     def host_seconds(self) -> float:
-        """Time since the step began that the device did not take."""
-        return time.monotonic() - self.began - self.device_seconds
+        """Time since the call began that was not spent waiting for the device."""
+        return time.monotonic() - self.began - self._waited_seconds
 
 
 def token_event(news: Committed, output: StepOutput, row: int) -> TokenEvent:

@@ -1,0 +1,275 @@
+"""The host loop: schedule, build, dispatch, commit.
+
+Asynchronous, as it runs: a step is planned and dispatched while the one before it still runs, from
+upper bounds; its last tokens never leave the device in between. Then the results of the one before
+are fetched and committed, one step late. At most one step is in flight when `step` returns.
+Synchronous, as the oracle of the tests: every step is committed before the next is planned. No
+output depends on which.
+
+A request that ends while a step runs it is dropped from that step's results. Whatever fails on the
+device takes the donated pool with it: then both steps are void and every request is recomputed.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from jaxserve.core.buckets import Bucket, pick_bucket, prefill_sizes
+from jaxserve.core.step_batch import SamplingBatch, StepBatch, StepOutput
+from jaxserve.engine.batch_builder import build_batch, build_sampling, plan_rows
+from jaxserve.engine.engine_shape import EngineShape
+from jaxserve.engine.outputs import StepStats
+from jaxserve.engine.penalty_slots import PenaltySlots, token_counts
+from jaxserve.engine.plan import Committed, Plan, Scheduled
+from jaxserve.engine.request import Status, TokenEvent
+from jaxserve.engine.runner import Runner, StepHandle
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.step_report import StepTimings, token_event
+from jaxserve.errors import EngineDeadError
+
+log = logging.getLogger(__name__)
+
+# A failed step is repeated once; if it fails again its requests are given up, and if steps go on
+# failing with other requests in them the fault is not theirs.
+_FAILURES_BEFORE_GIVING_UP_REQUESTS = 2
+_FAILURES_BEFORE_DEATH = 4
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A dispatched step. rows: where in its output each request that draws a token is."""
+
+    plan: Plan
+    bucket: Bucket
+    handle: StepHandle
+    dispatched: float  # time.monotonic()
+    rows: Mapping[str, int]
+
+
+class StepLoop:
+    """Drives one scheduler and one runner. Every method is called from one thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        shape: EngineShape,
+        *,
+        vocab_size: int,
+        state_slots: int,
+        asynchronous: bool,
+        on_step: Callable[[StepStats], None] | None,
+    ) -> None:
+        self.on_step = on_step
+        self._scheduler = scheduler
+        self._runner = runner
+        self._shape = shape
+        self._vocab_size = vocab_size
+        self._asynchronous = asynchronous
+        self._slots = PenaltySlots(state_slots)
+        self._buckets: tuple[Bucket, ...] = ()  # those the scheduler plans for
+        self._in_flight: InFlight | None = None
+        self._events: list[TokenEvent] = []
+        self._unreported = False  # something ended silently: the statistics must say so
+        self._failures = 0
+        # time.monotonic() of the newest result; from when on the device had nothing to do.
+        self._last_result = 0.0
+        self._idle_since: float | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do or to report."""
+        waiting = self._in_flight is not None or bool(self._events) or self._unreported
+        return waiting or self._scheduler.has_work
+
+    def report(self, event: TokenEvent) -> None:
+        """Let the next step return this event too."""
+        self._events.append(event)
+
+    def report_silent_end(self) -> None:
+        """A request ended without an event; the next step tells the new statistics."""
+        self._unreported = True
+
+    def step(self) -> list[TokenEvent]:
+        """Dispatch one step, commit the one before it (or this one, if synchronous), and return
+        what is new. Raises EngineDeadError if steps keep failing."""
+        timings = StepTimings()
+        self._use_ready_buckets()
+        previous, self._in_flight = self._in_flight, None
+        if previous is not None and previous.handle.is_ready:
+            self._idle_since = self._last_result  # at the earliest
+        plan = self._scheduler.schedule()
+        timings.on_plan(plan)
+        failure: Exception | None = None
+        if not plan.is_empty:
+            try:
+                self._in_flight = self._launch(plan, previous)
+                timings.bucket = self._in_flight.bucket.name
+                timings.device_idle_seconds = self._idle_seconds(previous, timings.began)
+            except Exception as error:  # whatever XLA raises: the donated pool is lost either way
+                failure = error
+        if previous is not None:
+            self._finish(previous, timings)
+        if failure is not None:
+            self._recover(plan, failure)
+        if not self._asynchronous and self._in_flight is not None:
+            launched, self._in_flight = self._in_flight, None
+            self._finish(launched, timings)
+        return self._report(plan, timings)
+
+    def drain(self) -> None:
+        """Wait for the step in flight, if any, and commit it; `step` returns its events."""
+        if self._in_flight is not None:
+            previous, self._in_flight = self._in_flight, None
+            self._finish(previous, StepTimings())
+
+    # ------------------------------------------------------------------ parts of a step
+
+    def _idle_seconds(self, previous: InFlight | None, began: float) -> float:
+        """At most how long the device has waited for the step that was dispatched now."""
+        since, self._idle_since = self._idle_since, None
+        if since is None and previous is not None and previous.handle.is_ready:
+            since = began
+        return 0.0 if since is None else time.monotonic() - since
+
+    def _use_ready_buckets(self) -> None:
+        """Have the scheduler plan for the buckets that are loaded by now."""
+        buckets = self._runner.buckets
+        if buckets is not self._buckets:
+            self._buckets = buckets
+            limits = self._scheduler.limits
+            self._scheduler.limits = replace(limits, prefill_sizes=prefill_sizes(buckets))
+
+    def _launch(self, plan: Plan, previous: InFlight | None) -> InFlight:
+        bucket = pick_bucket(
+            self._buckets, len(plan.decode), len(plan.prefill), plan.num_prefill_tokens
+        )
+        self._prepare_counts(plan)
+        batch, sampling = self.inputs(plan, bucket, None if previous is None else previous.rows)
+        handle = self._runner.dispatch(bucket, batch, sampling)
+        rows = {
+            item.request.request_id: row for row, item in plan_rows(plan, bucket) if item.samples
+        }
+        return InFlight(plan, bucket, handle, time.monotonic(), rows)
+
+    def inputs(
+        self, plan: Plan, bucket: Bucket, previous_rows: Mapping[str, int] | None = None
+    ) -> tuple[StepBatch, SamplingBatch]:
+        """The arrays of a step; of an empty plan, those that warm-up compiles for."""
+        batch = build_batch(
+            plan,
+            bucket,
+            num_groups=self._shape.num_groups,
+            pages_per_row=self._shape.pages_per_row,
+            page_size=self._shape.page_size,
+            previous_rows=previous_rows,
+        )
+        return batch, build_sampling(plan, bucket)
+
+    def _prepare_counts(self, plan: Plan) -> None:
+        """Give every row that samples with penalties its token counts on the device.
+
+        A row gets its slot before its first draw, so no token of it is in flight then.
+        """
+        self._slots.release_unneeded(self._scheduler.running)
+        for item in (*plan.decode, *plan.prefill):
+            request = item.request
+            if item.samples and request.params.uses_penalties and not request.sampling_slot:
+                slot = self._slots.assign(request)
+                self._runner.set_counts(slot, *token_counts(request, self._vocab_size))
+
+    def _finish(self, step: InFlight, timings: StepTimings) -> None:
+        """Wait for a step and commit it, or recover if it failed."""
+        waiting = time.monotonic()
+        try:
+            output = step.handle.result()
+        except Exception as error:  # whatever XLA raises
+            self._recover(step.plan, error)
+            return
+        now = time.monotonic()
+        timings.on_result(now - waiting, now - max(step.dispatched, self._last_result))
+        self._last_result = now
+        if self._in_flight is None:
+            self._idle_since = now
+        self._failures = 0
+        timings.on_commit(self._commit(step, output))
+
+    def _commit(self, step: InFlight, output: StepOutput) -> list[Committed]:
+        """Hand a step's tokens to the scheduler and note the events."""
+        for item in (*step.plan.decode, *step.plan.prefill):
+            if item.samples and not output.ok[step.rows[item.request.request_id]]:
+                self._fail_row(item)
+        tokens = {name: int(output.tokens[row, 0]) for name, row in step.rows.items()}
+        committed = self._scheduler.commit(step.plan, tokens)
+        self._events += [
+            token_event(news, output, step.rows[news.request.request_id]) for news in committed
+        ]
+        return committed
+
+    # ------------------------------------------------------------------ failures
+
+    def _recover(self, plan: Plan, error: Exception) -> None:
+        """Rebuild the pool and let every request be recomputed from its tokens."""
+        self._failures += 1
+        log.exception(
+            "step failed (%d in a row); recomputing all requests", self._failures, exc_info=error
+        )
+        if self._failures >= _FAILURES_BEFORE_DEATH:
+            raise EngineDeadError(f"{self._failures} steps in a row failed: {error}") from error
+        if self._failures >= _FAILURES_BEFORE_GIVING_UP_REQUESTS:
+            for item in (*plan.decode, *plan.prefill):
+                self._fail(item, f"the step failed twice: {type(error).__name__}")
+        if self._in_flight is not None:  # it used what the failed step left
+            with suppress(Exception):  # only its end matters: it reads our arrays until then
+                self._in_flight.handle.result()
+            self._in_flight = None
+        self._scheduler.preempt_all()
+        self._slots.release_all()
+        self._runner.reset()
+
+    def _fail(self, item: Scheduled, why: str) -> None:
+        """End a request with an error, unless it has ended or been sent back since."""
+        request = item.request
+        if request.status is Status.FINISHED or request.num_preemptions != item.epoch:
+            return
+        if self._scheduler.abort(request.request_id) is not None:
+            self._events.append(TokenEvent(request.request_id, (), None, "error", error=why))
+
+    def _fail_row(self, item: Scheduled) -> None:
+        """A row whose logits are NaN fails alone; its pages are cleaned before anyone gets them."""
+        pages = list(item.request.pages[0]) if item.request.pages else []
+        self._fail(item, "the model's logits are not numbers (NaN) for this request")
+        self._runner.scrub(pages)
+
+    # ------------------------------------------------------------------ reports
+
+    def _report(self, plan: Plan, timings: StepTimings) -> list[TokenEvent]:
+        events, self._events = self._events, []
+        self._unreported = False
+        if not self.has_work:  # what comes now is rest, not idling
+            self._idle_since = None
+        if self.on_step is not None:
+            self.on_step(self._stats(plan, timings))
+        return events
+
+    def _stats(self, plan: Plan, timings: StepTimings) -> StepStats:
+        allocator = self._scheduler.allocator
+        return StepStats(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            pages_used=allocator.num_used,
+            pages_total=allocator.num_pages - 1,
+            prompt_tokens=timings.prompt_tokens,
+            output_tokens=timings.output_tokens,
+            step_tokens=len(plan.decode) + plan.num_prefill_tokens,
+            num_preemptions=len(plan.preempted),
+            host_seconds=timings.host_seconds,
+            device_seconds=timings.device_seconds,
+            device_idle_seconds=timings.device_idle_seconds,
+            bucket=timings.bucket,
+            late_compiles=self._runner.late_compiles,
+            queue_seconds=tuple(timings.queue_seconds),
+            prefill_seconds=tuple(timings.prefill_seconds),
+        )
