@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxserve.core.kv_layout import kv_layout
 from jaxserve.core.kv_spec import KVSpec
 from jaxserve.core.ops import Ops
 from jaxserve.core.paged_attend import PagedAttend
@@ -54,7 +55,7 @@ def make_ops(backend: str, kv_spec: KVSpec) -> Ops:
     backend = choose_backend(backend)
     return Ops(
         name=backend,
-        attend=PagedAttend(kv_spec, backend),
+        attend=PagedAttend(kv_layout(kv_spec), backend),
         linear=linear,
         rms_norm=_NORMS[backend],
         embed=embed,

@@ -1,6 +1,7 @@
-"""The paged KV pool of the CPU and reference backends: one pair of arrays per layer.
+"""The paged KV pool of the CPU and reference backends: pairs of arrays that layers share.
 
-Opaque to models: they hand it to `ops.attend` and take it back.
+Which layer uses which pair, under which page table, says the layout (kv_layout.py). Opaque to
+models: they hand the pool to `ops.attend` and take it back.
 """
 
 from collections.abc import Callable
@@ -11,12 +12,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxserve.core.kv_spec import KVSpec
+from jaxserve.core.kv_layout import KVLayout
 from pallas_kernels.zeros import zeros
 
 
 class LayerKV(NamedTuple):
-    """One layer's part of the pool; the scales are None unless it is kept in int8."""
+    """The arrays one layer uses; the scales are None unless they are kept in int8."""
 
     keys: jax.Array
     values: jax.Array
@@ -27,39 +28,42 @@ class LayerKV(NamedTuple):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["keys", "values", "key_scales", "value_scales"],
-    meta_fields=[],
+    meta_fields=["array_of_layer"],
 )
 @dataclass(frozen=True)
 class KVPool:
-    """Per layer, keys and values [num_pages, page_size, num_kv_heads, head_dim].
+    """Keys and values [num_pages, page_size, num_kv_heads, head_dim], a pair for each place in a
+    table group; array_of_layer says which a layer uses.
 
     Kept in int8, a number stands for itself times the scale of its token and head: key_scales and
-    value_scales hold float32 [num_pages, page_size, num_kv_heads] per layer, else nothing.
+    value_scales hold float32 [num_pages, page_size, num_kv_heads] for each array, else nothing.
     """
 
+    array_of_layer: tuple[int, ...]
     keys: tuple[jax.Array, ...]
     values: tuple[jax.Array, ...]
     key_scales: tuple[jax.Array, ...] = ()
     value_scales: tuple[jax.Array, ...] = ()
 
-    def layer(self, index: int) -> LayerKV:
-        """The arrays of one layer."""
+    def layer(self, layer: int) -> LayerKV:
+        """The arrays a layer uses; its pages are those its own table names."""
+        at = self.array_of_layer[layer]
         if not self.key_scales:
-            return LayerKV(self.keys[index], self.values[index])
-        return LayerKV(
-            self.keys[index], self.values[index], self.key_scales[index], self.value_scales[index]
-        )
+            return LayerKV(self.keys[at], self.values[at])
+        return LayerKV(self.keys[at], self.values[at], self.key_scales[at], self.value_scales[at])
 
-    def with_layer(self, index: int, kv: LayerKV) -> "KVPool":
-        """The pool with one layer's arrays replaced."""
-        keys, values = _replace(self.keys, index, kv.keys), _replace(self.values, index, kv.values)
+    def with_layer(self, layer: int, kv: LayerKV) -> "KVPool":
+        """The pool with the arrays of one layer, and so of all that share them, replaced."""
+        at = self.array_of_layer[layer]
+        keys, values = _replace(self.keys, at, kv.keys), _replace(self.values, at, kv.values)
         if kv.key_scales is None or kv.value_scales is None:
-            return KVPool(keys, values)
+            return KVPool(self.array_of_layer, keys, values)
         return KVPool(
+            self.array_of_layer,
             keys,
             values,
-            _replace(self.key_scales, index, kv.key_scales),
-            _replace(self.value_scales, index, kv.value_scales),
+            _replace(self.key_scales, at, kv.key_scales),
+            _replace(self.value_scales, at, kv.value_scales),
         )
 
     @property
@@ -75,23 +79,22 @@ def _replace(items: tuple[jax.Array, ...], index: int, item: jax.Array) -> tuple
     return (*items[:index], item, *items[index + 1 :])
 
 
-def pool_shapes(spec: KVSpec, num_pages: int, page_size: int, dtype: np.dtype) -> KVPool:
+def pool_shapes(layout: KVLayout, num_pages: int, page_size: int, dtype: np.dtype) -> KVPool:
     """The pool as ShapeDtypeStructs: for planning and ahead-of-time compilation.
 
     dtype: of keys and values; int8 brings scales.
     """
     pages, scales = [], []
-    for layer in range(spec.num_layers):
-        group = spec.groups[spec.group_of_layer(layer)]
-        shape = (num_pages, page_size, group.num_kv_heads)
-        pages.append(jax.ShapeDtypeStruct((*shape, group.head_dim), dtype))
+    for array in layout.arrays:
+        shape = (num_pages, page_size, array.num_kv_heads)
+        pages.append(jax.ShapeDtypeStruct((*shape, array.head_dim), dtype))
         if dtype == np.int8:
             scales.append(jax.ShapeDtypeStruct(shape, np.float32))
-    return KVPool(tuple(pages), tuple(pages), tuple(scales), tuple(scales))
+    return KVPool(layout.array_of_layer, tuple(pages), tuple(pages), tuple(scales), tuple(scales))
 
 
 def make_pool(
-    spec: KVSpec,
+    layout: KVLayout,
     num_pages: int,
     page_size: int,
     dtype: np.dtype,
@@ -103,7 +106,7 @@ def make_pool(
     place: gives the sharding of each array, for a pool of shapes; None: the default device.
     backend: whose zeros to take (see `pallas_kernels.zeros`).
     """
-    shapes = pool_shapes(spec, num_pages, page_size, dtype)
+    shapes = pool_shapes(layout, num_pages, page_size, dtype)
     places = None if place is None else place(shapes)
     make = jax.jit(partial(_zeros, shapes, backend), out_shardings=places)
     return make()

@@ -59,7 +59,7 @@ def _leaf_sharding(mesh: Mesh, leaf: Any, axes: tuple[str | None, ...]) -> Named
 
 
 def pool_shardings(mesh: Mesh, pool: KVPool) -> KVPool:
-    """Of each layer's pages [num_pages, page_size, num_kv_heads, head_dim]: split by KV head."""
+    """Of each array's pages [num_pages, page_size, num_kv_heads, head_dim]: split by KV head."""
 
     def sharding(pages: Any) -> NamedSharding:
         if pages.shape[2] % mesh.size:

@@ -1,12 +1,12 @@
-"""`Ops.attend` over a pool with arrays per layer, on the backends reference and cpu."""
+"""`Ops.attend` over a pool of separate arrays, on the backends reference and cpu."""
 
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 
+from jaxserve.core.kv_layout import KVLayout
 from jaxserve.core.kv_pool import KVPool, LayerKV
-from jaxserve.core.kv_spec import KVSpec
 from jaxserve.core.step_batch import StepBatch
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
@@ -17,7 +17,7 @@ from pallas_kernels.paged_attention.cpu import paged_attention_cpu
 class PagedAttend:
     """Hashable by value, so equal engines share programs."""
 
-    kv_spec: KVSpec
+    layout: KVLayout
     backend: str
 
     def __call__(
@@ -36,15 +36,15 @@ class PagedAttend:
         tree_mask: jax.Array | None = None,
     ) -> tuple[jax.Array, KVPool]:
         """See `jaxserve.core.ops.Attend`."""
-        group = self.kv_spec.group_of_layer(layer)
+        table = self.layout.table_of_layer[layer]
         step = _native_step if self.backend == "cpu" else _reference_step
         out, kv = step(
             q,
             k,
             v,
             kv_pool.layer(layer),
-            batch.write_slot,
-            batch.page_table[group],
+            batch.write_slot[table],
+            batch.page_table[table],
             batch.query_starts,
             batch.query_lens,
             batch.kv_lens,

@@ -1,7 +1,8 @@
 """The data one step reads and returns (design section 4).
 
 Dimensions: R rows (decode rows first, then prefill rows), T flat tokens, W = width (tokens a
-decode row owns: 1, or k + 1 with speculation), G KV groups, P pages a row, V vocabulary.
+decode row owns: 1, or k + 1 with speculation), G table groups (kv_layout.py), P pages a row,
+V vocabulary.
 All arrays are numpy on the host and are handed to the jitted step as they are; the step reads
 them without a copy on CPU, so a batch is never changed after dispatch.
 """
@@ -30,7 +31,8 @@ MAX_SUPPRESS_IDS = 64  # EOS and stop ids a row may hold back until min_tokens a
 class StepBatch:
     """One step's work, int32 throughout. Padding writes nothing and attends to nothing.
 
-    The first decode_rows rows own `width` tokens each: row r owns tokens [r * W, (r + 1) * W).
+    Each table group keeps a token under a page of its own, so there is a write slot for each. The
+    first decode_rows rows own `width` tokens each: row r owns tokens [r * W, (r + 1) * W).
     Prefill rows follow; row r's chunk is tokens [query_starts[r], query_starts[r] + query_lens[r]).
     """
 
@@ -38,11 +40,11 @@ class StepBatch:
     positions: Array  # [T] index of the token in its request
     row_of_token: Array  # [T] R for padding
     prev_row: Array  # [T] >= 0: token and advance come from that row of the previous output
-    write_slot: Array  # [T] page * page_size + offset; -1: write nothing
+    write_slot: Array  # [G, T] page * page_size + offset; -1: write nothing
     query_starts: Array  # [R] first flat token of the row
     query_lens: Array  # [R] tokens of the row in this step; 0: padded row
     kv_lens: Array  # [R] tokens of KV the row has after this step's writes
-    page_table: Array  # [G, R, P] page ids; 0 (never allocated) is padding
+    page_table: Array  # [G, R, P] page ids; 0 (never allocated): padding, or out of the window
     adapter_slot: Array  # [R] LoRA adapter; 0: none
     state_slot: Array  # [R] recurrent state; 0: none
     sample_at: Array  # [R, W] flat token indices whose logits are wanted
@@ -143,14 +145,14 @@ def resolve_previous(
     last_tokens [rows, W] and last_accepted [rows] are the previous step's tokens and num_accepted.
     For tokens with prev_row >= 0 the host left positions and kv_lens as they were before that
     step's tokens were known; the row advanced by num_accepted + 1. Its token is the last new one,
-    and its write slot follows from the page table. Tokens with prev_row -1 stand as they are.
+    and its write slots follow from the page tables. Tokens with prev_row -1 stand as they are.
     """
     source = jnp.maximum(batch.prev_row, 0)
     from_previous = batch.prev_row >= 0
     accepted = last_accepted[source]
     positions = jnp.where(from_previous, batch.positions + accepted + 1, batch.positions)
     row = jnp.minimum(batch.row_of_token, batch.num_rows - 1)
-    page = jnp.asarray(batch.page_table)[0, row, positions // page_size]
+    page = jnp.asarray(batch.page_table)[:, row, positions // page_size]
     slot = page * page_size + positions % page_size
     advance = jnp.zeros(batch.num_rows, jnp.int32)
     advance = advance.at[row].max(jnp.where(from_previous, accepted + 1, 0))

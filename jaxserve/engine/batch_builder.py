@@ -7,6 +7,7 @@ rows. Padding: query_lens and kv_lens 0, row_of_token R, write_slot and prev_row
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -39,6 +40,8 @@ def build_batch(
 ) -> StepBatch:
     """The step's StepBatch: R = bucket.num_rows rows, T = bucket.num_tokens tokens.
 
+    num_groups: table groups, one list of pages each in `request.pages`; a 0 in a list is a page
+    given back, which nothing of this step may see.
     previous_rows: the row each request had in the step before, needed where the token to run is
     still being drawn there. Such a token is marked in prev_row, and its positions and kv_lens are
     those before the draw (see `resolve_previous`).
@@ -53,7 +56,7 @@ def build_batch(
     begins[prefill] = bucket.decode_rows * W + np.cumsum(lens[prefill]) - lens[prefill]
     page_table = _page_table(items, (num_groups, R, pages_per_row))
     flat, row, position = _ranges(begins, lens), np.repeat(rows, lens), _ranges(starts, lens)
-    slot = page_table[0, row, position // page_size] * page_size + position % page_size
+    slots = page_table[:, row, position // page_size] * page_size + position % page_size
     tokens = _scatter(T, 0, flat, _token_ids(items))
     prev_row = np.full(T, -1, np.int32)
     for index, (_, item) in enumerate(items):
@@ -61,10 +64,12 @@ def build_batch(
             assert previous_rows is not None, "a token still being drawn needs its previous row"
             prev_row[begins[index]] = previous_rows[item.request.request_id]
     before_draw = prev_row[flat] >= 0
-    slot[before_draw] = -1
+    slots[:, before_draw] = -1
     position[before_draw] -= 1
     kv_lens = starts + lens - (prev_row[begins] >= 0)
 
+    write_slot = np.full((num_groups, T), -1, np.int32)
+    write_slot[:, flat] = slots
     sample_at = np.zeros((R, W), np.int32)
     samples = [item.samples for _, item in items]
     sample_at[rows, 0] = np.where(samples, begins + lens - 1, 0)
@@ -75,7 +80,7 @@ def build_batch(
         positions=_scatter(T, 0, flat, position),
         row_of_token=_scatter(T, R, flat, row),
         prev_row=prev_row,
-        write_slot=_scatter(T, -1, flat, slot),
+        write_slot=write_slot,
         query_starts=query_starts,
         query_lens=_scatter(R, 0, rows, lens),
         kv_lens=_scatter(R, 0, rows, kv_lens),
@@ -88,12 +93,34 @@ def build_batch(
     )
 
 
+@dataclass(frozen=True)
+class TableRows:
+    """A request's rows of the page tables as they were built last, [G, pages], and from what.
+
+    Most pages of most requests are those of the step before: telling that lists are equal costs a
+    tenth of making an array of them.
+    """
+
+    pages: tuple[list[int], ...]
+    array: np.ndarray
+
+
 def _page_table(items: list[tuple[int, Scheduled]], shape: tuple[int, int, int]) -> np.ndarray:
     page_table = np.zeros(shape, np.int32)
     for row, item in items:
-        for group, pages in enumerate(item.request.pages):
-            page_table[group, row, : len(pages)] = pages
+        rows = item.request.table_rows
+        if rows is None or rows.pages != item.request.pages:
+            rows = item.request.table_rows = _table_rows(item.request.pages)
+        page_table[:, row, : rows.array.shape[1]] = rows.array
     return page_table
+
+
+def _table_rows(pages: tuple[list[int], ...]) -> TableRows:
+    longest = max(map(len, pages), default=0)
+    array = np.zeros((max(len(pages), 1), longest), np.int32)
+    for group, ids in enumerate(pages):
+        array[group, : len(ids)] = ids
+    return TableRows(tuple(map(list, pages)), array)
 
 
 def _token_ids(items: list[tuple[int, Scheduled]]) -> list[int]:

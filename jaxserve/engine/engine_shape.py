@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.buckets import Bucket, bucket_table, prefill_sizes
+from jaxserve.core.kv_layout import kv_layout
 from jaxserve.core.kv_spec import KVSpec
 from jaxserve.engine.plan import Limits
 from jaxserve.errors import InvalidRequestError
@@ -62,7 +63,7 @@ def engine_shape(
         kv_dtype=kv_dtype,
         page_size=config.page_size,
         num_pages=num_pages,
-        num_groups=len(kv_spec.groups),
+        num_groups=kv_layout(kv_spec).num_tables,
         pages_per_row=-(-longest_row // config.page_size),
         max_model_len=max_model_len,
         buckets=buckets,

@@ -2,6 +2,7 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxserve.sampling_params import SamplingParams
 
@@ -53,7 +54,7 @@ class Request:
     cache_salt, adapter_id: KV is shared only between requests in which both are equal.
     leader_id: the request whose prompt it shares (another choice of the same user request).
     deadline: `time.monotonic()` at which it ends, finished or not; None: never.
-    page_hashes: the prefix cache's own notes.
+    page_hashes: the prefix cache's own notes; table_rows: the batch builder's.
     """
 
     request_id: str
@@ -78,6 +79,7 @@ class Request:
     leader_id: str | None = None
     deadline: float | None = None
     page_hashes: list[bytes] = field(default_factory=list)
+    table_rows: Any = field(default=None, repr=False)
 
     @property
     def num_tokens(self) -> int:

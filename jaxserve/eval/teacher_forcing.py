@@ -12,10 +12,12 @@ from functools import partial
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.backends import make_ops
 from jaxserve.core.buckets import Bucket
+from jaxserve.core.kv_layout import kv_layout
 from jaxserve.core.kv_pool import KVPool, make_pool
 from jaxserve.core.ops import Ops
 from jaxserve.core.step_batch import StepBatch
@@ -56,15 +58,16 @@ class TeacherForced:
         self._ops = make_ops(config.attention_backend, kv_spec)
         check_contract(model.model, model.config, self._ops, dtype.name)
         self._model = model
-        self._num_groups = len(kv_spec.groups)
+        layout = kv_layout(kv_spec)
+        self._num_groups = layout.num_tables
         self._page_size = config.page_size
         self._pages = -(-context // config.page_size)
         self.chunk_tokens = min(config.max_batch_tokens, context)
         self._bucket = Bucket(
             decode_rows=0, width=1, prefill_rows=1, prefill_tokens=self.chunk_tokens
         )
-        with_page_0 = self._pages + 1
-        self._pool = make_pool(kv_spec, with_page_0, config.page_size, resolve_kv_dtype(config))
+        num_pages = self._num_groups * self._pages + 1  # with page 0
+        self._pool = make_pool(layout, num_pages, config.page_size, resolve_kv_dtype(config))
 
     @property
     def params(self) -> Params:
@@ -85,14 +88,14 @@ class TeacherForced:
 
     def run(self, token_ids: Sequence[int]) -> Iterator[Chunk]:
         """The window's chunks in order; the pool is overwritten from its first page."""
-        own_pages = list(range(1, self._pages + 1))
+        ids = np.arange(1, self._num_groups * self._pages + 1).reshape(self._num_groups, -1)
         request = Request(
             request_id="window",
             prompt_token_ids=tuple(token_ids),
             params=SamplingParams(),
             max_tokens=1,
             seed=0,
-            pages=(own_pages,) * self._num_groups,
+            pages=tuple(ids.tolist()),
         )
         for start in range(0, len(token_ids), self.chunk_tokens):
             length = min(self.chunk_tokens, len(token_ids) - start)

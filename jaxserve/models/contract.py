@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxserve.core.kv_layout import kv_layout
 from jaxserve.core.kv_pool import KVPool, pool_shapes
 from jaxserve.core.kv_spec import KVSpec
 from jaxserve.core.ops import Attend, Ops
@@ -41,13 +42,14 @@ def check_contract(model: ModelDef, config: Config, ops: Ops, dtype: str = "floa
     params = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype or dtype), specs, is_leaf=_is_spec
     )
-    pool = pool_shapes(spec, PAGES, PAGE_SIZE, np.dtype(dtype))
+    layout = kv_layout(spec)
+    pool = pool_shapes(layout, PAGES, PAGE_SIZE, np.dtype(dtype))
     attended: set[int] = set()
     watched = replace(ops, attend=_watch(ops.attend, spec, attended, f"{where}: forward"))
     result = _trace(
         f"{where}: forward",
         lambda params, batch, pool: model.forward(config, params, batch, pool, watched),
-        params, _batch_shapes(len(spec.groups)), pool,
+        params, _batch_shapes(layout.num_tables), pool,
     )  # fmt: skip
     hidden = _check_forward(result, pool, f"{where}: forward")
     unread = sorted(set(range(spec.num_layers)) - attended)
@@ -121,7 +123,7 @@ def _is_spec(node: Any) -> bool:
     return isinstance(node, ParamSpec)
 
 
-def _batch_shapes(num_groups: int) -> StepBatch:
+def _batch_shapes(num_tables: int) -> StepBatch:
     def ints(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, np.int32)
 
@@ -130,11 +132,11 @@ def _batch_shapes(num_groups: int) -> StepBatch:
         positions=ints(TOKENS),
         row_of_token=ints(TOKENS),
         prev_row=ints(TOKENS),
-        write_slot=ints(TOKENS),
+        write_slot=ints(num_tables, TOKENS),
         query_starts=ints(ROWS),
         query_lens=ints(ROWS),
         kv_lens=ints(ROWS),
-        page_table=ints(num_groups, ROWS, PAGES_PER_ROW),
+        page_table=ints(num_tables, ROWS, PAGES_PER_ROW),
         adapter_slot=ints(ROWS),
         state_slot=ints(ROWS),
         sample_at=ints(ROWS, 1),

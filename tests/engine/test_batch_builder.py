@@ -65,7 +65,7 @@ def test_b54_batch_equals_the_slow_loop_and_padding_is_inert(plan: Plan, largest
     R, T = bucket.num_rows, bucket.num_tokens
     batch = build(plan, bucket)
 
-    tokens, positions, rows, slots = [0] * T, [0] * T, [R] * T, [-1] * T
+    tokens, positions, rows, slots = [0] * T, [0] * T, [R] * T, [[-1] * T, [-1] * T]
     lens, kv_lens, sample_at = [0] * R, [0] * R, [[0]] * R
     starts = list(range(bucket.decode_rows)) + [bucket.decode_rows] * bucket.prefill_rows
     page_table = np.zeros((2, R, PAGES_PER_ROW), int)
@@ -84,10 +84,11 @@ def test_b54_batch_equals_the_slow_loop_and_padding_is_inert(plan: Plan, largest
         all_tokens = [*item.request.prompt_token_ids, *item.request.output_token_ids]
         for offset in range(item.num_tokens):
             position = item.start + offset
-            page = item.request.pages[0][position // PAGE_SIZE]
             tokens[at + offset], positions[at + offset] = all_tokens[position], position
             rows[at + offset] = row
-            slots[at + offset] = page * PAGE_SIZE + position % PAGE_SIZE
+            for group, pages in enumerate(item.request.pages):
+                page = pages[position // PAGE_SIZE]
+                slots[group][at + offset] = page * PAGE_SIZE + position % PAGE_SIZE
         if item.samples:
             sample_at[row] = [at + item.num_tokens - 1]
 

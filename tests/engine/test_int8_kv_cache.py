@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
+from jaxserve.core.kv_layout import kv_layout
 from jaxserve.core.kv_pool import pool_shapes
 from jaxserve.core.kv_spec import KVGroup, KVSpec
 from jaxserve.errors import InvalidRequestError
@@ -13,7 +14,7 @@ from tests.support.tiny_engine import AMPLE, TIGHT, drive, tiny_engine
 
 def test_bytes_per_token_are_those_of_the_pool() -> None:
     spec = KVSpec((KVGroup("global", (0, 1, 2), 3, 64),))
-    pool = pool_shapes(spec, 5, 16, np.dtype(np.int8))
+    pool = pool_shapes(kv_layout(spec), 5, 16, np.dtype(np.int8))
     arrays = (*pool.keys, *pool.values, *pool.key_scales, *pool.value_scales)
     total = sum(x.size * x.dtype.itemsize for x in arrays)
     assert total == 5 * 16 * spec.bytes_per_token(1)

@@ -1,11 +1,12 @@
 """Runs a ModelDef over a paged pool, one step at a time, as the engine would.
 
 Page tables, slots and padding are laid out here by hand, so that a test says what a step holds.
+Layers that look back different distances have tables of their own, with ids of their own.
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.core.backends import make_ops
+from jaxserve.core.kv_layout import KVLayout, kv_layout
 from jaxserve.core.kv_pool import KVPool, make_pool
 from jaxserve.core.ops import Ops
+from jaxserve.core.paged_attend import PagedAttend
 from jaxserve.core.step_batch import StepBatch
 from jaxserve.loading.random_init import random_tensors, standard_noise
 from jaxserve.models.base import Config, ModelDef, Params, ParamSpec, WeightNames
@@ -27,15 +30,23 @@ GOLDENS = Path(__file__).resolve().parent.parent / "goldens"
 
 @dataclass
 class PagedSequence:
-    """A request's place in the pool: the pages it may use, in order, and the tokens so far."""
+    """A request's place in the pool: the pages it may use, in order, and the tokens so far.
 
-    pages: Sequence[int]
+    pages: of the first table group; the others have the same in parts of the pool of their own.
+    tables: if given, the ids of every table group instead.
+    """
+
+    pages: Sequence[int] = ()
     length: int = 0
+    tables: Sequence[Sequence[int]] | None = None
 
 
 @dataclass
 class PagedModel:
-    """A model, its weights and a pool whose every slot starts as NaN: reading a free one shows."""
+    """A model, its weights and a pool whose every slot starts as NaN: reading a free one shows.
+
+    num_pages: of each table group. layout: None: that of the model.
+    """
 
     model: ModelDef
     config: Config
@@ -44,14 +55,18 @@ class PagedModel:
     page_size: int = 4
     pages_per_row: int = 24
     jitted: bool = False  # the whole step as one donated program, as the engine has it
+    layout: KVLayout | None = None
+    backend: str = "reference"
     ops: Ops = field(init=False)
     pool: KVPool = field(init=False)
 
     def __post_init__(self) -> None:
         spec = self.model.kv_spec(self.config)
-        self.num_groups = len(spec.groups)
-        self.ops = make_ops("reference", spec)
-        pool = make_pool(spec, self.num_pages, self.page_size, np.dtype("float32"))
+        layout = self.layout = self.layout or kv_layout(spec)
+        attend = PagedAttend(layout, self.backend)
+        self.ops = replace(make_ops(self.backend, spec), attend=attend)
+        num_pages = layout.num_tables * self.num_pages
+        pool = make_pool(layout, num_pages, self.page_size, np.dtype("float32"))
         self.pool = jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), pool)
 
     def step(
@@ -91,10 +106,12 @@ class PagedModel:
             "tokens": np.full(T, junk, np.int32),
             "positions": np.full(T, junk, np.int32),
             "row_of_token": np.full(T, R, np.int32),
-            "write_slot": np.full(T, -1, np.int32),
         }
         query_starts, query_lens, kv_lens = np.zeros((3, R), np.int32)
-        table = np.zeros((R, self.pages_per_row), np.int32)
+        assert self.layout is not None
+        G = self.layout.num_tables
+        write_slot = np.full((G, T), -1, np.int32)
+        table = np.zeros((G, R, self.pages_per_row), np.int32)
         owned, start = [], 0
         for index, row in enumerate(rows):
             query_starts[index] = start
@@ -104,12 +121,13 @@ class PagedModel:
             sequence, tokens = row
             at = slice(start, start + len(tokens))
             positions = np.arange(sequence.length, sequence.length + len(tokens), dtype=np.int32)
-            table[index, : len(sequence.pages)] = sequence.pages
+            own = self._own_pages(sequence)
+            table[:, index, : own.shape[1]] = own
             flat["tokens"][at] = tokens
             flat["positions"][at] = positions
             flat["row_of_token"][at] = index
-            page = table[index, positions // self.page_size]
-            flat["write_slot"][at] = page * self.page_size + positions % self.page_size
+            page = table[:, index, positions // self.page_size]
+            write_slot[:, at] = page * self.page_size + positions % self.page_size
             sequence.length += len(tokens)
             query_lens[index], kv_lens[index] = len(tokens), sequence.length
             owned.append((start, len(tokens)))
@@ -120,7 +138,8 @@ class PagedModel:
             query_starts=query_starts,
             query_lens=query_lens,
             kv_lens=kv_lens,
-            page_table=np.repeat(table[None], self.num_groups, axis=0),
+            write_slot=write_slot,
+            page_table=table,
             adapter_slot=np.zeros(R, np.int32),
             state_slot=np.zeros(R, np.int32),
             sample_at=np.zeros((R, 1), np.int32),
@@ -128,6 +147,14 @@ class PagedModel:
             width=1,
         )
         return batch, owned
+
+    def _own_pages(self, sequence: PagedSequence) -> np.ndarray:
+        """Page ids [table groups, pages]."""
+        if sequence.tables is not None:
+            return np.array(sequence.tables, np.int32)
+        assert self.layout is not None
+        parts = np.arange(self.layout.num_tables, dtype=np.int32)[:, None] * self.num_pages
+        return np.array(sequence.pages, np.int32)[None] + parts
 
     def whole(self, tokens: Sequence[int], pages: Sequence[int] | None = None) -> np.ndarray:
         """Logits [tokens, V] of a prompt in one step."""
