@@ -21,7 +21,7 @@ import numpy as np
 from jaxserve.errors import ModelLoadError
 from jaxserve.loading.aligned_array import aligned_copy, aligned_empty
 from jaxserve.loading.hf_quantization import may_be_left_over
-from jaxserve.loading.packed_params import load_packed_param
+from jaxserve.loading.packed_params import load_packed_param, packed_param_shape
 from jaxserve.loading.quantize_on_load import QuantizingSource
 from jaxserve.loading.random_init import standard_noise
 from jaxserve.loading.tensor_source import ArraySource, TensorSource
@@ -81,6 +81,41 @@ def assemble(
         return _load_joined(source, param)
 
     return jax.tree.unflatten(treedef, _on_device(load, params, progress))
+
+
+def param_shapes(
+    model: ModelDef,
+    config: Config,
+    source: TensorSource | None,
+    dtype: str,
+    layout: str | None,
+    quantization: str | None = None,
+) -> Params:
+    """The tree that assemble gives, with a jax ShapeDtypeStruct for every array: headers are read.
+
+    source None: the tree that random_params gives. quantization: packs plain matrices, as
+    QuantizingSource does. Raises as assemble does.
+    """
+    params, treedef = _params(model, config, dtype)
+    if source is not None:
+        _check_tensors(params, source)
+
+    def shape(param: _Param) -> Any:
+        if layout is None or not param.spec.packable:
+            return jax.ShapeDtypeStruct(param.spec.shape, param.dtype)
+        names, of = (param.names, source) if source is not None else _drawn(param)
+        if quantization is not None:
+            of = QuantizingSource(of, quantization)
+        packed = packed_param_shape(of, names, param.dtype, layout)
+        return jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), packed)
+
+    return jax.tree.unflatten(treedef, [shape(param) for param in params])
+
+
+def _drawn(param: _Param) -> tuple[tuple[str, ...], TensorSource]:
+    """What random_params packs: one matrix, under its first name. No memory is behind it."""
+    nothing = np.broadcast_to(np.float32(0), param.spec.shape)
+    return param.names[:1], ArraySource({param.names[0]: nothing}, param.path)
 
 
 def random_params(

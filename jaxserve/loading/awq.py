@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.loading.gptq import group_size
-from jaxserve.loading.packed_codes import grouped_array, unpack_words
+from jaxserve.loading.packed_codes import grouped_array, grouped_shape, unpack_words
 from jaxserve.loading.packed_layer import PackedLayer, setting
 from pallas_kernels.quantized_matmul.array import QuantizedArray
 
@@ -73,6 +73,10 @@ class AWQ:
             codes, zeros, scales = _in_order(codes).T, _in_order(zeros).T, scales.T
         zeros, scales = zeros[:, : K // group], scales[:, : K // group]
         return grouped_array(layer, codes, 4, scales, zeros, np.arange(K) // group)
+
+    def packed_shape(self, layer: PackedLayer) -> QuantizedArray:
+        N, K = self.shape(layer)
+        return grouped_shape("int4", (N, K), self._group(K))
 
     def _group(self, K: int) -> int:
         return K if self.group_size == -1 else self.group_size

@@ -15,7 +15,14 @@ import numpy as np
 from jaxserve.errors import ModelLoadError
 from jaxserve.loading.fp8_checkpoint import block_size
 from jaxserve.loading.gptq import group_size
-from jaxserve.loading.packed_codes import grouped_array, scaled_fp8, unpack_words
+from jaxserve.loading.packed_codes import (
+    columns_by_group,
+    fp8_shape,
+    grouped_array,
+    grouped_shape,
+    scaled_fp8,
+    unpack_words,
+)
 from jaxserve.loading.packed_layer import PackedLayer, setting
 from pallas_kernels.quantized_matmul.array import QuantizedArray
 
@@ -131,6 +138,20 @@ class CompressedTensors:
         zeros = _zeros(layer, bits, grid)
         scales, zeros = (np.repeat(part, rows, axis=0)[:N] for part in (scales, zeros))
         return grouped_array(layer, codes, bits, scales, zeros, _groups(layer, K, inputs))
+
+    def packed_shape(self, layer: PackedLayer) -> QuantizedArray:
+        """8-bit integers with zero points are taken to need them, which read() sees."""
+        _, K = shape = _weight_shape(layer)
+        scheme = self._scheme_of(layer, shape)
+        inputs = scheme.sharing(shape)[1]
+        if scheme.kind == "float":
+            return fp8_shape(layer, shape, inputs)
+        groups = _groups(layer, K, inputs)
+        perm, _, group = columns_by_group(layer, groups, scheme.grid(shape)[1])
+        if scheme.bits == 4:
+            return grouped_shape("int4", shape, group, perm=perm)
+        has_zeros = layer.has("weight_zero_point")
+        return grouped_shape("int8", shape, group, has_zeros=has_zeros, perm=perm)
 
     def _scheme_of(self, layer: PackedLayer, shape: tuple[int, int]) -> Scheme:
         """The first scheme that the layer's tensors fit. ModelLoadError if they fit none."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.loading.packed_codes import scaled_fp8
+from jaxserve.loading.packed_codes import fp8_shape, scaled_fp8
 from jaxserve.loading.packed_layer import PackedLayer, setting
 from pallas_kernels.quantized_matmul.array import QuantizedArray
 
@@ -72,6 +72,10 @@ class FP8:
         scales = layer.scales(part)
         grid = scales.reshape(-(-N // block[0]), -(-K // block[1]))
         return scaled_fp8(layer, layer.raw("weight", "F8_E4M3"), grid, block)
+
+    def packed_shape(self, layer: PackedLayer) -> QuantizedArray:
+        N, K = layer.shape("weight")
+        return fp8_shape(layer, (N, K), self._layout(layer, N, K)[1][1])
 
     def _layout(self, layer: PackedLayer, N: int, K: int) -> tuple[str, tuple[int, int]]:
         """The part with the scales, whose shape is right, and the block that shares one."""

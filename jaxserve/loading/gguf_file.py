@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -22,6 +23,7 @@ from gguf.quants import dequantize
 from jaxserve.errors import ModelLoadError
 from jaxserve.loading.aligned_array import aligned_copy, aligned_empty
 from jaxserve.loading.gguf_header import GGUFHeader, TensorInfo, read_header
+from jaxserve.loading.tensor_source import dense_shape
 from pallas_kernels.quantized_matmul.array import QuantizedArray
 from pallas_kernels.quantized_matmul.formats import FORMATS
 
@@ -153,11 +155,7 @@ class GGUFFile:
         A type that is none of the formats is expanded to float32, and the log says so. Raises
         ModelLoadError as `load` does, and for a tensor that is no matrix.
         """
-        shard, info = self._find(name)
-        if len(info.shape) != 2:
-            raise ModelLoadError(
-                f"{shard.path}: tensor {name!r} has the shape {list(info.shape)}, want a matrix"
-            )
+        shard, info = self._find_matrix(name)
         rows, inputs = info.shape
         if info.type in _BLOCK_TYPES:
             blocks = self.raw(name).reshape(rows, -1)
@@ -174,6 +172,25 @@ class GGUFFile:
                 shard.path, info.type.name, name,
             )  # fmt: skip
         return QuantizedArray({"values": self.load(name)}, "f32", (rows, inputs))
+
+    def packed_shape(self, name: str) -> QuantizedArray:
+        """What load_packed gives, as shapes."""
+        _, info = self._find_matrix(name)
+        rows, inputs = info.shape
+        if info.type not in _BLOCK_TYPES:
+            return dense_shape(_DENSE_TYPES.get(info.type, ("f32", None))[0], info.shape)
+        form = FORMATS[_BLOCK_TYPES[info.type]]
+        row_bytes = inputs // form.block_size * form.block_bytes
+        blocks = jax.ShapeDtypeStruct((rows, row_bytes), np.uint8)
+        return QuantizedArray({"blocks": blocks}, form.name, (rows, inputs))
+
+    def _find_matrix(self, name: str) -> tuple[_Shard, TensorInfo]:
+        shard, info = self._find(name)
+        if len(info.shape) != 2:
+            raise ModelLoadError(
+                f"{shard.path}: tensor {name!r} has the shape {list(info.shape)}, want a matrix"
+            )
+        return shard, info
 
     def _find(self, name: str) -> tuple[_Shard, TensorInfo]:
         found = self._tensors.get(name)

@@ -94,6 +94,9 @@ class GGUFTensors:
         parts = {part: _reordered(np.asarray(rows), order) for part, rows in packed.parts.items()}
         return replace(packed, parts=parts)
 
+    def packed_shape(self, name: str) -> QuantizedArray:
+        return self._file.packed_shape(self._gguf_names[name])
+
     def label(self, name: str) -> str:
         stem, _, kind = name.rpartition(".")
         layer = _HF_LAYER.fullmatch(name)

@@ -13,7 +13,12 @@ from typing import Any
 import numpy as np
 
 from jaxserve.errors import ModelLoadError
-from jaxserve.loading.packed_codes import grouped_array, unpack_words
+from jaxserve.loading.packed_codes import (
+    columns_by_group,
+    grouped_array,
+    grouped_shape,
+    unpack_words,
+)
 from jaxserve.loading.packed_layer import PackedLayer, setting
 from pallas_kernels.quantized_matmul.array import QuantizedArray
 
@@ -93,12 +98,22 @@ class GPTQ:
         words = layer.raw("qweight", "I32", "U32")
         codes = unpack_words(np.ascontiguousarray(words.T), self.bits)  # [N, K]
         zeros = self._zeros(layer)  # [G, N]
-        if self._has_g_idx(layer):
-            groups = layer.raw("g_idx", "I32", "I64").astype(np.int64)
-        else:
-            groups = np.arange(K) // (K if self.group_size == -1 else self.group_size)
         scales = layer.scales("scales")
+        groups = self._group_of_input(layer, K)
         return grouped_array(layer, codes, self.bits, scales.T, zeros.T, groups)
+
+    def packed_shape(self, layer: PackedLayer) -> QuantizedArray:
+        """Symmetric 8-bit codes are taken to have no zero points, which read() sees."""
+        N, K = self.shape(layer)
+        num_groups = layer.shape("scales")[0]
+        perm, _, group = columns_by_group(layer, self._group_of_input(layer, K), num_groups)
+        name, has_zeros = ("int8", not self.symmetric) if self.bits == 8 else ("int4", True)
+        return grouped_shape(name, (N, K), group, has_zeros=has_zeros, perm=perm)
+
+    def _group_of_input(self, layer: PackedLayer, K: int) -> np.ndarray:
+        if self._has_g_idx(layer):
+            return layer.raw("g_idx", "I32", "I64").astype(np.int64)
+        return np.arange(K) // (K if self.group_size == -1 else self.group_size)
 
     def _zeros(self, layer: PackedLayer) -> np.ndarray:
         words = layer.raw("qzeros", "I32", "U32").view(np.uint32)

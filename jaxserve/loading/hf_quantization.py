@@ -108,6 +108,11 @@ class QuantizedFolder:
             return self._folder.load_packed(name)
         return self._format.read(self._layers[name])
 
+    def packed_shape(self, name: str) -> QuantizedArray:
+        if name not in self._layers:
+            return self._folder.packed_shape(name)
+        return self._format.packed_shape(self._layers[name])
+
     def label(self, name: str) -> str:
         if name not in self._layers:
             return self._folder.label(name)

@@ -80,8 +80,10 @@ def load_model(
     path = resolve(name_or_path)
     with _phase(tell, f"read header and tokenizer of {path.name}"):
         checkpoint = _open_folder(path) if path.is_dir() else _open_gguf(path)
-        model = load_model_file(model_file) if model_file else _built_in(checkpoint.config, path)
-        config = _model_config(model, checkpoint.config, path)
+        model = (
+            load_model_file(model_file) if model_file else built_in_model(checkpoint.config, path)
+        )
+        config = model_config(model, checkpoint.config, path)
     if random_weights_seed is not None:
         with _phase(tell, f"drew {dtype} weights from seed {random_weights_seed}"):
             params = random_params(
@@ -94,7 +96,7 @@ def load_model(
                 source = QuantizingSource(source, quantization)
             params = assemble(model, config, source, dtype, progress, weight_layout)
     return LoadedModel(
-        name=_served_name(name_or_path, path),
+        name=served_name(name_or_path, path),
         model=model,
         config=config,
         params=params,
@@ -147,7 +149,8 @@ def _open_folder(path: Path) -> _Checkpoint:
     )
 
 
-def _built_in(config: Mapping[str, Any], path: Path) -> ModelDef:
+def built_in_model(config: Mapping[str, Any], path: Path) -> ModelDef:
+    """The model of a config.json's architecture; path is for errors."""
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ModelLoadError(
@@ -156,7 +159,7 @@ def _built_in(config: Mapping[str, Any], path: Path) -> ModelDef:
     return _naming(path, lambda: find_model(names[0]))
 
 
-def _model_config(model: ModelDef, config: Mapping[str, Any], path: Path) -> Config:
+def model_config(model: ModelDef, config: Mapping[str, Any], path: Path) -> Config:
     """The family's own configuration; a model file's mistakes get its name instead of a trace."""
     try:
         return model.config_from_hf(config)
@@ -179,7 +182,7 @@ def _naming[Result](path: Path, read: Callable[[], Result]) -> Result:
         raise ModelLoadError(f"{path}: {error}") from error
 
 
-def _served_name(name_or_path: str, path: Path) -> str:
+def served_name(name_or_path: str, path: Path) -> str:
     """What clients call the model: a pulled model's name as typed, else the file's or folder's."""
     if Path(name_or_path).expanduser() == path:
         # Not resolved where it has a name: in caches a readable name links to a checksum.

@@ -4,12 +4,16 @@ Every format is brought to unsigned codes and zero points of its bits first; wha
 (code - zero) * scale, does not change when both move by the same number.
 """
 
+from typing import Any
+
+import jax
 import ml_dtypes
 import numpy as np
 
 from jaxserve.loading.aligned_array import aligned_empty
 from jaxserve.loading.packed_layer import PackedLayer
 from pallas_kernels.quantized_matmul.array import QuantizedArray
+from pallas_kernels.quantized_matmul.formats import FORMATS
 
 SMALLEST_GROUP = 8  # inputs that must share a scale, or scales outgrow codes
 _FP8_NAN = 0x7F  # of e4m3, with either sign
@@ -65,7 +69,7 @@ def grouped_array(
     too uneven.
     """
     N, K = codes.shape
-    perm, index, group = _columns_by_group(layer, group_of_input, scales.shape[1])
+    perm, index, group = columns_by_group(layer, group_of_input, scales.shape[1])
     if perm is not None:
         codes = np.take(codes, perm, axis=1)
     scales, zeros = scales[:, index], zeros[:, index]
@@ -82,7 +86,30 @@ def grouped_array(
     return QuantizedArray(parts, "int8" if bits == 8 else "int4", (N, K), group)
 
 
-def _columns_by_group(
+def grouped_shape(
+    format_name: str,
+    shape: tuple[int, int],
+    group: int,
+    *,
+    has_zeros: bool = True,
+    perm: np.ndarray | None = None,
+) -> QuantizedArray:
+    """A matrix of a grouped format, as shapes. perm: its order of columns."""
+    N, K = shape
+    codes = np.dtype(np.int8 if format_name == "int8" else np.uint8)
+    per_group = (N, K // group)
+    parts: dict[str, Any] = {
+        "codes": jax.ShapeDtypeStruct((N, K * FORMATS[format_name].bits // 8), codes),
+        "scales": jax.ShapeDtypeStruct(per_group, np.dtype(np.float32)),
+    }
+    if has_zeros:
+        parts["zeros"] = jax.ShapeDtypeStruct(per_group, codes)
+    if perm is not None:
+        parts["perm"] = perm.astype(np.int32)
+    return QuantizedArray(parts, format_name, shape, group)
+
+
+def columns_by_group(
     layer: PackedLayer, group_of_input: np.ndarray, num_groups: int
 ) -> tuple[np.ndarray | None, np.ndarray, int]:
     """(order of the columns or None, index of scale per kept group, inputs of a kept group).
@@ -120,9 +147,16 @@ def scaled_fp8(
         piece = codes[start : start + max(1, _AT_ONCE // K)]
         if ((piece & 0x7F) == _FP8_NAN).any():
             raise layer.refusal("weight holds NaN; the file is damaged")
-    _, index, group = _columns_by_group(layer, np.arange(K) // inputs, scales.shape[1])
+    _, index, group = columns_by_group(layer, np.arange(K) // inputs, scales.shape[1])
     wide = np.ascontiguousarray(np.repeat(scales, rows, axis=0)[:N, index])
     return QuantizedArray({"codes": codes, "scales": wide}, "fp8", (N, K), group)
+
+
+def fp8_shape(layer: PackedLayer, shape: tuple[int, int], inputs: int) -> QuantizedArray:
+    """What `scaled_fp8` gives for blocks of that many inputs, as shapes."""
+    K = shape[1]
+    _, _, group = columns_by_group(layer, np.arange(K) // inputs, -(-K // inputs))
+    return grouped_shape("fp8", shape, group, has_zeros=False)
 
 
 def expand(array: QuantizedArray) -> np.ndarray:

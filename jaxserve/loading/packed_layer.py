@@ -76,7 +76,8 @@ class LayerFormat(Protocol):
     title: for logs and errors. markers: parts by which a packed layer may be known. parts: all of
     a packed layer's parts, which together stand for its weight. ignored: parts that stand for
     nothing we use, wherever they are. is_packed() is asked where a marker is. shape() reads
-    headers only; both it and read() raise ModelLoadError.
+    headers only, packed_shape() also which group each input belongs to; it is what read() gives,
+    as shapes. They raise ModelLoadError.
     """
 
     @property
@@ -94,6 +95,8 @@ class LayerFormat(Protocol):
     def is_packed(self, layer: PackedLayer) -> bool: ...
 
     def shape(self, layer: PackedLayer) -> tuple[int, int]: ...
+
+    def packed_shape(self, layer: PackedLayer) -> QuantizedArray: ...
 
     def read(self, layer: PackedLayer) -> QuantizedArray: ...
 

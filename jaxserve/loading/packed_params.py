@@ -3,13 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import jax
 import ml_dtypes
 import numpy as np
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.loading.aligned_array import aligned_copy, aligned_empty
-from jaxserve.loading.tensor_source import TensorSource
-from pallas_kernels.quantized_matmul import QuantizedArray, StackedRows, check_array, repack
+from jaxserve.loading.tensor_source import TensorSource, dense_shape
+from pallas_kernels.quantized_matmul import (
+    QuantizedArray,
+    StackedRows,
+    check_array,
+    repack,
+    repack_shape,
+)
 
 _DENSE_FORMATS = {np.dtype(np.float16): "f16", np.dtype(ml_dtypes.bfloat16): "bf16"}
 
@@ -28,9 +35,40 @@ def load_packed_param(
         # Popped, so that no more than one piece is in memory in both layouts.
         packed = [repack(joined.pop(0), layout) for _ in range(len(joined))]
     except ValueError as error:
-        labels = ", ".join(source.label(name) for name in names)
-        raise ModelLoadError(f"{source.location}: {labels[:400]}: {error}") from error
+        raise _naming(source, names, error) from error
     return packed[0] if len(packed) == 1 else StackedRows(tuple(packed))
+
+
+def packed_param_shape(
+    source: TensorSource, names: Sequence[str], dtype: np.dtype, layout: str
+) -> QuantizedArray | StackedRows:
+    """What load_packed_param gives, with shapes for arrays, from headers. Raises as it does."""
+    try:
+        runs = _runs([_rounded_shape(source.packed_shape(name), dtype) for name in names])
+        packed = [repack_shape(_join_shapes(run), layout) for run in runs]
+    except ValueError as error:
+        raise _naming(source, names, error) from error
+    return packed[0] if len(packed) == 1 else StackedRows(tuple(packed))
+
+
+def _naming(source: TensorSource, names: Sequence[str], error: ValueError) -> ModelLoadError:
+    labels = ", ".join(source.label(name) for name in names)
+    return ModelLoadError(f"{source.location}: {labels[:400]}: {error}")
+
+
+def _rounded_shape(piece: QuantizedArray, dtype: np.dtype) -> QuantizedArray:
+    if piece.format_name != "f32" or dtype == np.float32:
+        return piece
+    return dense_shape(_DENSE_FORMATS[dtype], piece.shape)
+
+
+def _join_shapes(run: Sequence[QuantizedArray]) -> QuantizedArray:
+    rows = sum(piece.shape[0] for piece in run)
+    parts = {
+        name: part if name == "perm" else jax.ShapeDtypeStruct((rows, *part.shape[1:]), part.dtype)
+        for name, part in run[0].parts.items()
+    }
+    return replace(run[0], parts=parts, shape=(rows, run[0].shape[1]))
 
 
 def _checked(source: TensorSource, name: str, dtype: np.dtype) -> QuantizedArray:
@@ -44,13 +82,17 @@ def _checked(source: TensorSource, name: str, dtype: np.dtype) -> QuantizedArray
 
 def _joined(pieces: Sequence[QuantizedArray]) -> list[QuantizedArray]:
     """Runs of neighbours that are kept alike, each as one array."""
+    return [run[0] if len(run) == 1 else _join(run) for run in _runs(pieces)]
+
+
+def _runs(pieces: Sequence[QuantizedArray]) -> list[list[QuantizedArray]]:
     runs: list[list[QuantizedArray]] = []
     for piece in pieces:
         if runs and _alike(runs[-1][0], piece):
             runs[-1].append(piece)
         else:
             runs.append([piece])
-    return [run[0] if len(run) == 1 else _join(run) for run in runs]
+    return runs
 
 
 def _alike(one: QuantizedArray, other: QuantizedArray) -> bool:

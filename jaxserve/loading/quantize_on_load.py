@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxserve.core.backends import weight_layout
 from jaxserve.errors import ModelLoadError
-from jaxserve.loading.packed_codes import pack_nibbles
+from jaxserve.loading.packed_codes import grouped_shape, pack_nibbles
 from jaxserve.loading.tensor_source import TensorSource
 from pallas_kernels.quantized_matmul.array import QuantizedArray
 
@@ -56,20 +56,33 @@ class QuantizingSource:
 
     def load_packed(self, name: str) -> QuantizedArray:
         kept = self._source.load_packed(name)
+        self._check_dense(name, kept)
+        values = np.asarray(kept.parts["values"])
+        if not all(np.isfinite(values[piece]).all() for piece in _pieces(*values.shape)):
+            raise ModelLoadError(f"{self.location}: {self.label(name)} holds infinity or NaN")
+        if self._keeps_int8(name, values.shape[1]):
+            return quantize_int8(values)
+        return quantize_int4(values)
+
+    def packed_shape(self, name: str) -> QuantizedArray:
+        kept = self._source.packed_shape(name)
+        self._check_dense(name, kept)
+        if self._keeps_int8(name, kept.shape[1]):
+            return grouped_shape("int8", kept.shape, kept.shape[1], has_zeros=False)
+        return grouped_shape("int4", kept.shape, INT4_GROUP)
+
+    def label(self, name: str) -> str:
+        return self._source.label(name)
+
+    def _keeps_int8(self, name: str, inputs: int) -> bool:
+        return self._scheme == "int8" or name in _KEPT_INT8 or inputs % INT4_GROUP != 0
+
+    def _check_dense(self, name: str, kept: QuantizedArray) -> None:
         if kept.format.kind != "dense":
             raise ModelLoadError(
                 f"{self.location}: {self.label(name)} is packed already ({kept.format_name}); "
                 "leave out --quantization"
             )
-        values = np.asarray(kept.parts["values"])
-        if not all(np.isfinite(values[piece]).all() for piece in _pieces(*values.shape)):
-            raise ModelLoadError(f"{self.location}: {self.label(name)} holds infinity or NaN")
-        if self._scheme == "int8" or name in _KEPT_INT8 or values.shape[1] % INT4_GROUP:
-            return quantize_int8(values)
-        return quantize_int4(values)
-
-    def label(self, name: str) -> str:
-        return self._source.label(name)
 
 
 def quantize_int8(values: np.ndarray) -> QuantizedArray:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from jaxserve.errors import ModelLoadError
 from jaxserve.loading.aligned_array import aligned_empty
 from jaxserve.loading.json_file import read_json_object
+from jaxserve.loading.tensor_source import dense_shape
 from pallas_kernels.quantized_matmul.array import QuantizedArray
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -129,18 +130,25 @@ class SafetensorsFolder:
 
     def load_packed(self, name: str) -> QuantizedArray:
         """A matrix in the type of the file; float64 becomes float32."""
+        self._check_matrix(name)
+        form = _PACKED_AS.get(self.dtype(name))
+        values = self.load(name) if form is None else self.raw(name)
+        return QuantizedArray({"values": values}, form or "f32", values.shape)
+
+    def packed_shape(self, name: str) -> QuantizedArray:
+        self._check_matrix(name)
+        return dense_shape(_PACKED_AS.get(self.dtype(name), "f32"), self.shape(name))
+
+    def label(self, name: str) -> str:
+        return name
+
+    def _check_matrix(self, name: str) -> None:
         self._check_float(name)
         shape = self.shape(name)
         if len(shape) != 2:
             raise ModelLoadError(
                 f"{self.file(name)}: tensor {shown(name)} {list(shape)} is no matrix"
             )
-        form = _PACKED_AS.get(self.dtype(name))
-        values = self.load(name) if form is None else self.raw(name)
-        return QuantizedArray({"values": values}, form or "f32", shape)
-
-    def label(self, name: str) -> str:
-        return name
 
     def _check_float(self, name: str) -> None:
         if self.dtype(name) not in _FLOAT_TYPES:

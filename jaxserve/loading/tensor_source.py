@@ -1,12 +1,20 @@
 """Where weights come from, whatever the file format: tensors by their Hugging Face names."""
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
+import jax
+import ml_dtypes
 import numpy as np
 
 from jaxserve.loading.aligned_array import aligned_copy
 from pallas_kernels.quantized_matmul.array import QuantizedArray
+
+DENSE_TYPES: Mapping[str, Any] = {
+    "f32": np.float32,
+    "f16": np.float16,
+    "bf16": ml_dtypes.bfloat16,
+}
 
 
 class TensorSource(Protocol):
@@ -18,6 +26,8 @@ class TensorSource(Protocol):
     load_packed() gives a matrix as the file keeps it: a QuantizedArray in the layout "rows" whose
     parts are numpy arrays that the caller owns; dense formats for plain numbers. shape() is the
     shape of the matrix it stands for. It raises as load() does.
+    packed_shape() is what load_packed() would give, from the file's header, with a jax
+    ShapeDtypeStruct for every part (perm, which is small, is read); it raises ModelLoadError, too.
     label() is what the file itself calls a tensor, present or not.
     """
 
@@ -31,7 +41,16 @@ class TensorSource(Protocol):
 
     def load_packed(self, name: str) -> QuantizedArray: ...
 
+    def packed_shape(self, name: str) -> QuantizedArray: ...
+
     def label(self, name: str) -> str: ...
+
+
+def dense_shape(format_name: str, shape: tuple[int, ...]) -> QuantizedArray:
+    """A matrix of plain numbers, as shapes."""
+    rows, inputs = shape
+    values = jax.ShapeDtypeStruct((rows, inputs), DENSE_TYPES[format_name])
+    return QuantizedArray({"values": values}, format_name, (rows, inputs))
 
 
 class ArraySource:
@@ -53,6 +72,9 @@ class ArraySource:
     def load_packed(self, name: str) -> QuantizedArray:
         values = self.load(name)
         return QuantizedArray({"values": values}, "f32", values.shape)
+
+    def packed_shape(self, name: str) -> QuantizedArray:
+        return dense_shape("f32", self.shape(name))
 
     def label(self, name: str) -> str:
         return name

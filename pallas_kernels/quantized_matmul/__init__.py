@@ -5,7 +5,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.quantized_matmul.array import QuantizedArray, StackedRows
 from pallas_kernels.quantized_matmul.checks import check_array
-from pallas_kernels.quantized_matmul.cpu import matmul_panels, pack_panels, take_rows_panels
+from pallas_kernels.quantized_matmul.cpu import (
+    matmul_panels,
+    pack_panels,
+    panels_shape,
+    take_rows_panels,
+)
 from pallas_kernels.quantized_matmul.formats import FORMATS, Format
 from pallas_kernels.quantized_matmul.reference import (
     dequantize,
@@ -23,6 +28,7 @@ __all__ = [
     "dequantize",
     "matmul",
     "repack",
+    "repack_shape",
     "take_rows",
 ]
 
@@ -86,3 +92,17 @@ def repack(w: QuantizedArray, layout: str) -> QuantizedArray:
     if layout == "panels":
         return pack_panels(w)
     raise NotImplementedError(f"there is no layout {layout!r}; choose rows or panels")
+
+
+def repack_shape(w: QuantizedArray, layout: str) -> QuantizedArray:
+    """What `repack` gives for a w whose parts are shapes (perm may be an array). Raises alike."""
+    check_array(w)
+    if w.layout != "rows":
+        raise ValueError(f"only the layout 'rows' can be repacked, got {w.layout!r}")
+    if layout == "rows":
+        return w
+    if layout != "panels":
+        raise NotImplementedError(f"there is no layout {layout!r}; choose rows or panels")
+    panels = jax.ShapeDtypeStruct(panels_shape(w.format, *w.shape, w.group), jnp.uint8)
+    parts = {"panels": panels} | {k: v for k, v in w.parts.items() if k == "perm"}
+    return QuantizedArray(parts, w.format_name, w.shape, w.group, "panels")

@@ -21,6 +21,7 @@ from jaxserve.loading.tensor_source import TensorSource
 from jaxserve.models.llama import MODEL
 from pallas_kernels.quantized_matmul import QuantizedArray, check_array, dequantize
 from tests.support import quantized_checkpoints as make
+from tests.support.packed_ways import WAYS
 from tests.support.paged_model import PagedModel
 from tests.support.tiny_checkpoints import LLAMA, tiny_tensors
 
@@ -31,44 +32,6 @@ CHANNEL = make.compressed_settings("int-quantized", num_bits=8, type="int", stra
 PACKED = make.compressed_settings(
     "pack-quantized", num_bits=4, type="int", strategy="group", group_size=32, symmetric=False
 )
-
-# Every way a checkpoint may be packed: (settings, maker of a layer).
-WAYS: dict[str, tuple[dict[str, Any], Any]] = {
-    "gptq": (make.gptq_settings(), make.gptq_layer),
-    "gptq-act-order": (
-        make.gptq_settings(desc_act=True), partial(make.gptq_layer, act_order=True),
-    ),
-    "gptq-v2": (
-        make.gptq_settings(checkpoint_format="gptq_v2"), partial(make.gptq_layer, stored_minus=0),
-    ),
-    "gptq-8": (
-        make.gptq_settings(bits=8, group_size=-1, sym=True),
-        partial(make.gptq_layer, bits=8, group=-1, symmetric=True),
-    ),
-    "awq": (make.awq_settings(), make.awq_layer),
-    "packed": (
-        make.compressed_settings(
-            "pack-quantized", num_bits=4, type="int", strategy="group", group_size=32,
-            symmetric=False,
-        ),
-        partial(make.packed_layer, symmetric=False),
-    ),
-    "packed-act-order": (
-        make.compressed_settings(
-            "pack-quantized", num_bits=4, type="int", strategy="group", group_size=32,
-            actorder="group",
-        ),
-        partial(make.packed_layer, act_order=True),
-    ),
-    "int8": (
-        make.compressed_settings("int-quantized", num_bits=8, type="int", strategy="channel"),
-        make.int8_layer,
-    ),
-    "fp8-blocks": (
-        {"quant_method": "fp8", "weight_block_size": [40, 48], "activation_scheme": "dynamic"},
-        partial(make.fp8_layer, block=(40, 48)),
-    ),
-}  # fmt: skip
 
 
 def write_folder(
