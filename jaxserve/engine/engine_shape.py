@@ -1,6 +1,7 @@
 """The sizes of an engine, worked out from the model and the settings before anything is made."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,13 @@ from jaxserve.core.kv_layout import kv_layout
 from jaxserve.core.kv_spec import KVSpec
 from jaxserve.engine.plan import Limits
 from jaxserve.errors import InvalidRequestError
-from jaxserve.loading.loaded_model import LoadedModel
+
+
+class WithContext(Protocol):
+    """A model, loaded or only described."""
+
+    @property
+    def max_model_len(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class EngineShape:
 
 
 def engine_shape(
-    model: LoadedModel, config: EngineConfig, kv_spec: KVSpec, max_chunk: int | None
+    model: WithContext, config: EngineConfig, kv_spec: KVSpec, max_chunk: int | None
 ) -> EngineShape:
     """Raises InvalidRequestError if kv_memory does not buy a single usable page."""
     dtype = resolve_dtype(config.dtype)

@@ -1,14 +1,6 @@
 """How a plan writes its numbers: powers of 1000, as data sheets do, and whole counts in full."""
 
-_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
-
-
-def size(num_bytes: float) -> str:
-    """26.84 GB, 819.20 kB, 16 bytes."""
-    value, unit = float(num_bytes), 0
-    while abs(value) >= 999.995 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.0f} bytes" if unit == 0 else f"{value:.2f} {_UNITS[unit]}"
+from jaxserve.engine.memory_plan import size_text as size
 
 
 def bandwidth(bytes_per_second: float) -> str:

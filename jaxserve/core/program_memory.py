@@ -1,0 +1,33 @@
+"""What a compiled program needs beside its arguments, by XLA's own analysis."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import jax
+
+
+@dataclass(frozen=True)
+class ProgramMemory:
+    """temporaries: bytes held while it runs; results: bytes of outputs that are not written into
+    donated arguments."""
+
+    temporaries: int
+    results: int
+
+
+def program_memory(compiled: jax.stages.Compiled) -> ProgramMemory | None:
+    """Of a program that need not run here; None where the backend has no analysis."""
+    found = compiled.memory_analysis()
+    if found is None:
+        return None
+    results = max(0, found.output_size_in_bytes - found.alias_size_in_bytes)
+    return ProgramMemory(found.temp_size_in_bytes, results)
+
+
+def step_temporaries(programs: Iterable[ProgramMemory]) -> int:
+    """The most that a step of these programs holds: they run one after the other, and what one
+    returns is kept until the last has run."""
+    programs = tuple(programs)
+    return max(program.temporaries for program in programs) + sum(
+        program.results for program in programs
+    )
