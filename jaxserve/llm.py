@@ -9,19 +9,20 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import nullcontext
 from typing import Any, Self
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.compile_cache import use_compile_cache
 from jaxserve.core.program_loader import ProgramLoader, program_store
 from jaxserve.core.threads import use_threads
+from jaxserve.engine.batch_display import batch_display
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.offline_batch import BatchProgress, OfflineBatch
 from jaxserve.engine.outputs import GenerationRequest
-from jaxserve.engine.request_output import CompletionOutput, RequestOutput
+from jaxserve.engine.request_output import CompletionOutput, OutputCollector, RequestOutput
 from jaxserve.errors import EngineDeadError, InvalidRequestError
 from jaxserve.loading.chat_template import encode_chat
 from jaxserve.loading.load import load_model
@@ -35,15 +36,25 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
 
-Prompt = str | Mapping[str, Any]  # {"prompt": text} or {"prompt_token_ids": ids}
+# {"prompt": text} or {"prompt_token_ids": ids}, with or without "cache_salt"
+Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
-OneOrMoreParams = SamplingParams | Sequence[SamplingParams] | None
+OneOrMoreParams = SamplingParams | Iterable[SamplingParams] | None
 
 
 @dataclasses.dataclass(frozen=True)
 class _ReadPrompt:
     text: str | None
     token_ids: tuple[int, ...]
+    cache_salt: str = ""
+
+
+class _PromptJob(OutputCollector):
+    """A prompt on its way through the engine, and its place among the prompts."""
+
+    def __init__(self, index: int, request: GenerationRequest, prompt: str | None) -> None:
+        super().__init__(request, prompt)
+        self.index = index
 
 
 class LLM:
@@ -102,23 +113,49 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: OneOrMoreParams = None,
         use_tqdm: bool = True,
+        *,
+        timeout: float | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; results in the order of the prompts.
 
         prompts: a text, {"prompt": text} or {"prompt_token_ids": ids}, or a list of these; a text
-        is tokenised with the tokenizer's special tokens, ids are taken as they are.
-        sampling_params: one for all, one per prompt, or None for the model's defaults.
+        is tokenised with the tokenizer's special tokens, ids are taken as they are. Prompts with
+        the same "cache_salt" share KV among each other only. sampling_params: one for all, one
+        per prompt, or None for the model's defaults. timeout: seconds from its start after which a
+        request ends as "timeout", with what it has.
 
-        Raises InvalidRequestError, naming the prompt's index, before anything starts.
+        Raises InvalidRequestError, naming the prompt's index. A list is checked before anything
+        starts; prompts of an iterator are read as there is room for them, and a bad one then ends
+        those before it.
         """
-        if isinstance(prompts, str | Mapping):
-            return self._run([self._read_prompt(prompts)], sampling_params, use_tqdm)
-        _require_list("prompts", prompts)
-        read = [_at("prompt", i, self._read_prompt, p) for i, p in enumerate(prompts)]
-        return self._run(read, sampling_params, use_tqdm)
+        prompts = _many(prompts)
+        if isinstance(prompts, Sequence):
+            read = [_at("prompt", i, self._read_prompt, p) for i, p in enumerate(prompts)]
+            return self._run(read, sampling_params, use_tqdm, timeout)
+        results = dict(self.stream_results(prompts, sampling_params, use_tqdm, timeout=timeout))
+        return [results[index] for index in range(len(results))]
+
+    def stream_results(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: OneOrMoreParams = None,
+        use_tqdm: bool = False,
+        *,
+        timeout: float | None = None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Complete any number of prompts, and yield (index of the prompt, result) as each ends.
+
+        Prompts are read as there is room for them and results are not kept, so an endless iterator
+        is welcome. Arguments as of `generate`; closing the iterator early aborts what is open.
+
+        Raises InvalidRequestError naming the prompt's index, after what ended before it.
+        """
+        prompts = _many(prompts)
+        count = len(prompts) if isinstance(prompts, Sized) else None
+        return self._stream(self._jobs(prompts, sampling_params, timeout), use_tqdm, count)
 
     def chat(
         self,
@@ -129,6 +166,7 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        timeout: float | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, each a list of messages.
 
@@ -151,7 +189,7 @@ class LLM:
                 _at("conversation", i, self._read_conversation, conversation, options)
                 for i, conversation in enumerate(messages)
             ]
-        return self._run(read, sampling_params, use_tqdm)
+        return self._run(read, sampling_params, use_tqdm, timeout)
 
     @property
     def client(self) -> EngineClient:
@@ -190,7 +228,8 @@ class LLM:
                 "prompt",
             )
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        salt = prompt.get("cache_salt") or ""
+        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
         if unknown or (text is None and ids is None):
             keys = ", ".join(sorted(map(str, prompt)))[:80]
             raise InvalidRequestError(
@@ -199,9 +238,9 @@ class LLM:
         if text is not None and not isinstance(text, str):
             raise InvalidRequestError(f"the prompt is a {type(text).__name__}, not text", "prompt")
         if ids is not None:
-            return _ReadPrompt(text, _token_ids(ids))
+            return _ReadPrompt(text, _token_ids(ids), salt)
         assert text is not None
-        return _ReadPrompt(text, tuple(self.model.tokenizer.encode(text)))
+        return _ReadPrompt(text, tuple(self.model.tokenizer.encode(text)), salt)
 
     def _read_conversation(self, messages: Any, options: Mapping[str, Any]) -> _ReadPrompt:
         template = self.model.chat_template
@@ -215,22 +254,64 @@ class LLM:
         return _ReadPrompt(text, tuple(encode_chat(self.model.tokenizer, text)))
 
     def _run(
-        self, prompts: Sequence[_ReadPrompt], sampling_params: OneOrMoreParams, use_tqdm: bool
+        self,
+        prompts: Sequence[_ReadPrompt],
+        sampling_params: OneOrMoreParams,
+        use_tqdm: bool,
+        timeout: float | None,
     ) -> list[RequestOutput]:
-        client = self.client
+        """Run prompts that are all there, and the checks of all before the first."""
         all_params = self._params_per_prompt(sampling_params, len(prompts))
-        for index, (prompt, params) in enumerate(zip(prompts, all_params, strict=True)):
-            _at("prompt", index, client.check, prompt.token_ids, params)
+        jobs = [
+            _at("prompt", index, self._job, index, prompt, params, timeout)
+            for index, (prompt, params) in enumerate(zip(prompts, all_params, strict=True))
+        ]
         with self._turn:
-            requests = [
-                GenerationRequest(str(next(self._request_ids)), prompt.token_ids, params)
-                for prompt, params in zip(prompts, all_params, strict=True)
-            ]
-            batch = OfflineBatch(client, requests, [prompt.text for prompt in prompts])
-            if not use_tqdm:
-                return batch.run()
-            with _progress_bar(len(prompts)) as tell:
-                return batch.run(tell)
+            results = dict(self._stream(jobs, use_tqdm, len(jobs)))
+        return [results[index] for index in range(len(jobs))]
+
+    def _jobs(
+        self, prompts: Iterable[Prompt], sampling_params: OneOrMoreParams, timeout: float | None
+    ) -> Iterator[_PromptJob]:
+        """Prompts read and checked one by one."""
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            all_params: Iterator[SamplingParams] = itertools.repeat(sampling_params)
+        else:
+            all_params = iter(sampling_params)
+        for index, prompt in enumerate(prompts):
+            read = _at("prompt", index, self._read_prompt, prompt)
+            params = next(all_params, None)
+            if params is None:
+                raise InvalidRequestError(
+                    f"there are {index} sampling_params and more prompts; give one for all or one "
+                    "for each",
+                    "sampling_params",
+                )
+            yield _at("prompt", index, self._job, index, read, params, timeout)
+
+    def _job(
+        self, index: int, prompt: _ReadPrompt, params: SamplingParams, timeout: float | None
+    ) -> _PromptJob:
+        self.client.check(prompt.token_ids, params)
+        request = GenerationRequest(
+            str(next(self._request_ids)),
+            prompt.token_ids,
+            params,
+            timeout=timeout,
+            cache_salt=prompt.cache_salt,
+        )
+        return _PromptJob(index, request, prompt.text)
+
+    def _stream(
+        self, jobs: Iterable[_PromptJob], use_tqdm: bool, count: int | None
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        batch = OfflineBatch(self.client, jobs, progress=BatchProgress(count))
+        display = batch_display("prompts", batch.progress) if use_tqdm else nullcontext(None)
+        with display as tell:
+            for job in batch.run(tell):
+                yield job.index, job.output()
 
     def _params_per_prompt(
         self, sampling_params: OneOrMoreParams, count: int
@@ -239,6 +320,7 @@ class LLM:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
             return [sampling_params] * count
+        sampling_params = list(sampling_params)
         if len(sampling_params) != count:
             raise InvalidRequestError(
                 f"{len(sampling_params)} sampling_params for {count} prompts; give one for all or "
@@ -267,6 +349,15 @@ def _at[T](what: str, index: int, check: Callable[..., T], *args: Any) -> T:
         raise InvalidRequestError(f"{what} {index}: {error}", error.param) from error
 
 
+def _many(prompts: Prompt | Iterable[Prompt]) -> Iterable[Prompt]:
+    """The prompts; one alone becomes a list of one."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise InvalidRequestError(f"prompts is a {type(prompts).__name__}, not a list", "prompts")
+    return prompts
+
+
 def _require_list(name: str, value: Any) -> None:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise InvalidRequestError(f"{name} is a {type(value).__name__}, not a list", name)
@@ -277,30 +368,3 @@ def _token_ids(ids: Any) -> tuple[int, ...]:
     listed = ids.tolist() if hasattr(ids, "tolist") else ids
     _require_list("prompt_token_ids", listed)
     return tuple(listed)
-
-
-@contextmanager
-def _progress_bar(num_prompts: int) -> Iterator[Callable[[BatchProgress], None]]:
-    """A bar on stderr: prompts done, and prompt and output tokens per second so far."""
-    from rich import progress as bars  # only who shows a bar waits for its import
-    from rich.console import Console
-
-    columns = (
-        bars.TextColumn("prompts"),
-        bars.BarColumn(),
-        bars.MofNCompleteColumn(),
-        bars.TimeElapsedColumn(),
-        bars.TextColumn("{task.fields[rates]}"),
-    )
-    with bars.Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("prompts", total=num_prompts, rates="")
-
-        def tell(now: BatchProgress) -> None:
-            seconds = max(bar.tasks[task].elapsed or 0.0, 1e-3)
-            rates = (
-                f"in {now.prompt_tokens / seconds:.0f} tok/s, "
-                f"out {now.output_tokens / seconds:.0f} tok/s"
-            )
-            bar.update(task, completed=now.finished_requests, rates=rates)
-
-        yield tell

@@ -65,6 +65,11 @@ class OutputCollector:
         self._num_cached = 0
 
     @property
+    def requests(self) -> tuple[GenerationRequest]:
+        """The one request, as a job of an OfflineBatch has them."""
+        return (self.request,)
+
+    @property
     def finished(self) -> bool:
         """Whether every choice has ended."""
         return self._num_open == 0
