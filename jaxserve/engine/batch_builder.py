@@ -57,12 +57,13 @@ def build_batch(
     page_table = _page_table(items, (num_groups, R, pages_per_row))
     flat, row, position = _ranges(begins, lens), np.repeat(rows, lens), _ranges(starts, lens)
     slots = page_table[:, row, position // page_size] * page_size + position % page_size
-    tokens = _scatter(T, 0, flat, _token_ids(items))
+    token_ids, drawing = _token_ids(items)
+    tokens = _scatter(T, 0, flat, token_ids)
     prev_row = np.full(T, -1, np.int32)
-    for index, (_, item) in enumerate(items):
-        if item.start >= item.request.num_tokens:
-            assert previous_rows is not None, "a token still being drawn needs its previous row"
-            prev_row[begins[index]] = previous_rows[item.request.request_id]
+    if drawing:
+        assert previous_rows is not None, "a token still being drawn needs its previous row"
+        names = [items[index][1].request.request_id for index in drawing]
+        prev_row[begins[drawing]] = [previous_rows[name] for name in names]
     before_draw = prev_row[flat] >= 0
     slots[:, before_draw] = -1
     position[before_draw] -= 1
@@ -103,15 +104,17 @@ class TableRows:
 
     pages: tuple[list[int], ...]
     array: np.ndarray
+    length: int  # of the longest list
 
 
 def _page_table(items: list[tuple[int, Scheduled]], shape: tuple[int, int, int]) -> np.ndarray:
     page_table = np.zeros(shape, np.int32)
     for row, item in items:
-        rows = item.request.table_rows
-        if rows is None or rows.pages != item.request.pages:
-            rows = item.request.table_rows = _table_rows(item.request.pages)
-        page_table[:, row, : rows.array.shape[1]] = rows.array
+        request = item.request
+        rows: TableRows | None = request.table_rows
+        if rows is None or rows.pages != request.pages:
+            rows = request.table_rows = _table_rows(request.pages)
+        page_table[:, row, : rows.length] = rows.array
     return page_table
 
 
@@ -120,15 +123,24 @@ def _table_rows(pages: tuple[list[int], ...]) -> TableRows:
     array = np.zeros((max(len(pages), 1), longest), np.int32)
     for group, ids in enumerate(pages):
         array[group, : len(ids)] = ids
-    return TableRows(tuple(map(list, pages)), array)
+    return TableRows(tuple(map(list, pages)), array, longest)
 
 
-def _token_ids(items: list[tuple[int, Scheduled]]) -> list[int]:
-    """The tokens of all rows, one after the other; 0 where one is still being drawn."""
+def _token_ids(items: list[tuple[int, Scheduled]]) -> tuple[list[int], list[int]]:
+    """The tokens of all rows, one after the other, and which items' are still being drawn (0)."""
     ids: list[int] = []
-    for _, item in items:
-        ids += item.request.token_ids(item.start, item.start + item.num_tokens) or (0,)
-    return ids
+    drawing: list[int] = []
+    for index, (_, (request, start, num_tokens, _, _)) in enumerate(items):
+        outputs = request.output_token_ids
+        at = start - len(request.prompt_token_ids)
+        if at >= len(outputs):
+            drawing.append(index)
+            ids.append(0)
+        elif at >= 0 and num_tokens == 1:  # decoding: no slices
+            ids.append(outputs[at])
+        else:
+            ids += request.token_ids(start, start + num_tokens)
+    return ids, drawing
 
 
 def _ranges(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
