@@ -4,59 +4,40 @@ A model's layers lie in *table groups* (`core/kv_layout.py`). A request has a li
 of them: entry i of `request.pages[g]` holds tokens [i * page_size, (i + 1) * page_size) for the
 layers of group g. A page costs the same bytes in every group, so all groups draw on one budget.
 A windowed group gives back what no later query can see: those entries become 0.
+
+A page is written only while one request holds it and it is not findable as a full page: pages
+are shared when they are full and committed, and a request that begins inside a page gets a copy
+of it. So no step writes what another request, or the cache, relies on.
+
+Pages that are released or evicted may still be written or read by the step in flight. Steps and
+transfers run in the order they were given to the device, so their next owner overwrites them.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from itertools import chain, zip_longest
 
+from jaxserve.engine.cache_stats import CacheCounts, CacheStats
+from jaxserve.engine.holding import Holding, check_findable, check_pages, first_seen_page
 from jaxserve.engine.page_allocator import PageAllocator
+from jaxserve.engine.page_moves import NO_SLOT, Origin
+from jaxserve.engine.page_tree import Node
 from jaxserve.engine.plan import Transfers
+from jaxserve.engine.prefix_cache import PrefixCache
+from jaxserve.engine.prefix_hit import Hit, HitFinder
 from jaxserve.engine.request import Request
 
 UNLIMITED_TOKENS = 2**31 - 2  # positions are int32
 
 
-@dataclass(frozen=True)
-class CacheStats:
-    """Counts since the start, except cached_pages and host_pages, which are of now.
-
-    queried_tokens: tokens of all admitted requests; hit_tokens: those of them whose KV was found
-    (from another running request too). evicted_pages left the pool; stored_pages of them went to
-    host memory; loaded_pages came back from there; copied_pages were copied on write.
-    cached_pages: in the pool, findable, held by no request; host_pages: findable in host memory.
-    """
-
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    evicted_pages: int = 0
-    stored_pages: int = 0
-    loaded_pages: int = 0
-    copied_pages: int = 0
-    cached_pages: int = 0
-    host_pages: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class _Holding:
-    """What the manager notes about a request that holds pages.
-
-    num_kept: pages of tokens committed so far that a commit has dealt with already;
-    kept_from: per group the first entry not given back; covered: tokens every list has room for;
-    next_event: the smallest num_computed at which a commit has something to do.
-    """
-
-    kept_from: list[int]
-    covered: int = 0
-    next_event: int = 0
-
-
 class KVManager:
-    """Owns the pool's pages: admission, growth, windows, release.
+    """Owns the pool's pages: admission, growth, windows, sharing, release.
 
     windows: one entry for each table group: tokens a query sees, itself included, or None for all.
     max_chunk: most tokens of one request that a step may run.
-    prefix_cache: whether finished work stays findable. host_pages: slots of host memory for pages
-    that were evicted.
+    prefix_cache: whether finished work stays findable. host_pages: slots of host memory, of one
+    page of one group each, for pages that were evicted; swap_is_cheaper: whether they are used,
+    which the scheduler sets by what it measures. kind: what KV is (dtype, backend ...); it is part
+    of every key.
     """
 
     def __init__(
@@ -75,26 +56,39 @@ class KVManager:
                 f"got max_chunk {max_chunk} and windows {windows}; a step runs at least 1 token "
                 "of a request, and a window holds at least 1"
             )
-        self.prefix_cache = prefix_cache
-        self.swap_is_cheaper = host_pages > 0  # than computing again; the scheduler measures it
-        self.kind = kind
         self.num_pages = num_pages
         self.page_size = page_size
         self.windows = windows
         self.num_groups = len(windows)
         self.max_chunk = max_chunk
-        self._allocator = PageAllocator(num_pages, page_size, len(windows))
+        self.prefix_cache = prefix_cache
+        self.host_pages = host_pages if prefix_cache else 0
+        self.swap_is_cheaper = True
+        self._kind = kind
         self._windowed = [(g, w) for g, w in enumerate(windows) if w is not None]
-        self._holdings: dict[Request, _Holding] = {}
-        self._queried_tokens = 0
+        self._holdings: dict[Request, Holding] = {}
+        self._counts = CacheCounts()
         self.capacity_tokens = self._capacity()
+        self._start_empty()
+
+    def _start_empty(self) -> None:
+        self._allocator = PageAllocator(self.num_pages, self.page_size, self.num_groups)
+        self._cache = PrefixCache(
+            self._allocator,
+            self._counts,
+            self.windows,
+            num_slots=self.host_pages,
+            kind=self._kind,
+        )
+        tree = self._cache.tree if self.prefix_cache else None
+        self._finder = HitFinder(tree, self.page_size, self.windows)
 
     # ------------------------------------------------------------------ sizes
 
     @property
     def num_free(self) -> int:
         """Pages that can be had without preempting anybody: free ones and evictable ones."""
-        return self._allocator.num_free
+        return self._allocator.num_free + self._allocator.num_idle
 
     @property
     def num_used(self) -> int:
@@ -103,7 +97,7 @@ class KVManager:
 
     @property
     def stats(self) -> CacheStats:
-        return CacheStats(queried_tokens=self._queried_tokens)
+        return self._counts.stats(self._allocator.num_idle, self._cache.slots.num_owned)
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens in one group."""
@@ -135,46 +129,52 @@ class KVManager:
                 high = middle - 1
         return low
 
-    def _first_seen(self, num_computed: int, window: int | None) -> int:
-        """The first page that a query at position num_computed or later can see."""
-        return 0 if window is None else max(0, num_computed - window + 1) // self.page_size
-
     # ------------------------------------------------------------------ a request's pages
 
-    def match(self, request: Request) -> int:  # noqa: ARG002
+    def match(self, request: Request) -> int:
         """Tokens of the request whose KV is cached now, in the pool or in host memory; at most
         num_tokens - 1, because the last one is always run. Takes nothing."""
-        return 0
+        return self._finder.find(request).num_tokens
 
-    def admit(self, request: Request, source: Request | None = None) -> bool:  # noqa: ARG002
+    def admit(self, request: Request, source: Request | None = None) -> bool:
         """Give a waiting request the pages of all its tokens; False: too few, nothing changed.
 
-        Windowed groups get what the first max_chunk tokens need; `grow` brings the rest.
-        Sets request.pages and num_computed, and num_cached_tokens if it was never preempted.
+        Windowed groups get what the first max_chunk tokens after the hit need; `grow` brings the
+        rest. Sets request.pages and num_computed, and num_cached_tokens if it was never preempted.
         source: a running request that begins with the same tokens: what it has computed is shared
         if that is more than the cache has.
         """
         assert request not in self._holdings, f"{request.request_id} holds pages already"
-        lists = [self.pages_for(self._end(request, 0, window)) for window in self.windows]
-        pages = self._allocator.allocate(sum(lists))
-        if pages is None:
+        hit = self._finder.find(request, source)
+        num_full = hit.num_tokens // self.page_size
+        first_seen = [
+            first_seen_page(hit.num_tokens, window, self.page_size) for window in self.windows
+        ]
+        shared = [
+            [hit.full_page(g, i) for i in range(first, num_full)]
+            for g, first in enumerate(first_seen)
+        ]
+        ends = [self.pages_for(self._end(request, hit, window)) for window in self.windows]
+        held = [page for pages in shared for page in pages if page]
+        num_fresh = sum(pages.count(0) for pages in shared) + sum(ends) - num_full * len(ends)
+        if num_fresh > self.num_free - sum(map(self._allocator.is_idle, held)):
             return False
-        taken = iter(pages)
-        request.pages = tuple([next(taken) for _ in range(count)] for count in lists)
-        request.num_computed = 0
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = 0
-        self._queried_tokens += request.num_tokens
-        holding = _Holding(kept_from=[0] * self.num_groups)
-        self._holdings[request] = holding
-        self._note_sizes(request, holding)
+        self._allocator.share(held)
+        node = self._pin_node(request, hit)
+        origins = self._hold_origins(hit, first_seen)
+        fresh = iter(self._take(num_fresh))
+        for group, (first, pages, end) in enumerate(zip(first_seen, shared, ends, strict=True)):
+            for index, page in enumerate(pages):
+                if page == 0:
+                    pages[index] = next(fresh)
+                    self._cache.load(hit.nodes[first + index], group, pages[index])
+            pages.extend(next(fresh) for _ in range(end - num_full))
+            pages[:0] = [0] * first
+        for pages, origin in zip(shared, origins, strict=False):
+            self._cache.copy(origin, pages[num_full])
+        request.pages = tuple(shared)
+        self._begin(request, hit, Holding(node, num_full, first_seen))
         return True
-
-    def _end(self, request: Request, num_computed: int, window: int | None) -> int:
-        """Tokens that the lists cover after admission with num_computed of them found."""
-        if window is None:
-            return request.num_tokens
-        return min(request.num_tokens, num_computed + self.max_chunk)
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Make every list cover `num_tokens` tokens; False: too few pages, nothing changed.
@@ -186,13 +186,12 @@ class KVManager:
             return True
         wanted = self.pages_for(num_tokens)
         missing = [max(0, wanted - len(pages)) for pages in request.pages]
-        fresh = self._allocator.allocate(sum(missing))
-        if fresh is None:
+        if sum(missing) > self.num_free:
             return False
-        taken = iter(fresh)
+        fresh = iter(self._take(sum(missing)))
         for pages, count in zip(request.pages, missing, strict=True):
-            pages.extend(next(taken) for _ in range(count))
-        self._note_sizes(request, holding)
+            pages.extend(next(fresh) for _ in range(count))
+        holding.covered = min(map(len, request.pages)) * self.page_size
         return True
 
     def commit(self, request: Request) -> None:
@@ -201,69 +200,177 @@ class KVManager:
         holding = self._holdings[request]
         if request.num_computed < holding.next_event:
             return
+        self._make_findable(request, holding)
         for g, window in self._windowed:
-            first = self._first_seen(request.num_computed, window)
-            self._give_back(request.pages[g], holding.kept_from[g], first)
-            holding.kept_from[g] = max(first, holding.kept_from[g])
-        self._note_sizes(request, holding)
+            start = holding.kept_from[g]
+            stop = first_seen_page(request.num_computed, window, self.page_size)
+            if start < stop:
+                pages = request.pages[g]
+                self._cache.release(pages[start:stop])
+                pages[start:stop] = [0] * (stop - start)
+                holding.kept_from[g] = stop
+        self._note_next_event(holding)
 
     def release(self, request: Request) -> None:
         """The request ends or is preempted. Its committed pages stay findable until evicted.
 
         Call it while num_computed and the token ids still say what was committed.
         """
-        if self._holdings.pop(request, None) is not None:
-            for pages in request.pages:
-                self._allocator.release(page for page in pages if page)
-        request.pages = ()
+        holding = self._holdings.pop(request, None)
+        if holding is not None:
+            self._make_findable(request, holding)
+            self._make_tail_findable(request, holding)
+            self._let_go(request, holding)
 
     def discard(self, request: Request) -> list[int]:
         """Like `release`, but nothing of it stays findable, because what it computed is not to be
         trusted. Returns the pages that are free now, to be cleaned before anyone gets them."""
+        holding = self._holdings.pop(request, None)
+        if holding is None:
+            return []
+        freed = []
+        top = holding.node
+        if top is not None and top.is_alive and top.parent is not None:
+            while top.parent is not None and top.parent.parent is not None:
+                top = top.parent
+            freed = self._cache.remove(top)
         held = {page for pages in request.pages for page in pages if page}
-        self.release(request)
-        return sorted(page for page in held if self._allocator.ref_count(page) == 0)
+        self._let_go(request, holding)
+        return freed + [page for page in sorted(held) if self._allocator.ref_count(page) == 0]
 
     def take_transfers(self) -> Transfers:
         """What must be moved before the next step; it is forgotten here."""
-        return Transfers()
+        self._cache.slots.unpin_all()
+        return self._cache.moves.take()
 
     def clear(self) -> None:
         """The pool's content is lost and nobody holds pages: forget all that was cached."""
         assert not self._holdings, "requests hold pages of the pool that is cleared"
+        self._start_empty()
 
     # ------------------------------------------------------------------ parts
 
-    def _give_back(self, pages: list[int], start: int, stop: int) -> None:
-        leaving = pages[start:stop]
-        pages[start:stop] = [0] * len(leaving)
-        self._allocator.release(leaving)
+    def _end(self, request: Request, hit: Hit, window: int | None) -> int:
+        """Tokens that a group's list covers after admission."""
+        if window is None:
+            return request.num_tokens
+        return min(request.num_tokens, hit.num_tokens + self.max_chunk)
 
-    def _note_sizes(self, request: Request, holding: _Holding) -> None:
+    def _take(self, num_pages: int) -> list[int]:
+        """Pages nobody holds, evicting as many as it takes; the caller knows that there are."""
+        self._cache.stores_pages = self.swap_is_cheaper
+        while num_pages > self._allocator.num_free:
+            self._cache.evict_oldest()
+        pages = self._allocator.allocate(num_pages)
+        assert pages is not None
+        self._cache.moves.forget_pages(pages)
+        return pages
+
+    def _hold_origins(self, hit: Hit, first_seen: list[int]) -> list[Origin]:
+        """Make sure that no eviction takes away what the hit loads and copies.
+
+        Returns where the content of its partly used page is, per group; empty if there is none.
+        """
+        slots = self._cache.slots
+        for index, node in enumerate(hit.nodes if self.host_pages else ()):
+            for group, first in enumerate(first_seen):
+                if index >= first and not node.pages[group]:
+                    slots.pin(node.slots[group])
+        if hit.tail is None:
+            return []
+        if isinstance(hit.tail, Node):
+            self._cache.touch(hit.tail)
+            places = list(zip(hit.tail.pages, hit.tail.slots, strict=True))
+        else:
+            num_full = hit.num_tokens // self.page_size
+            places = [(pages[num_full], NO_SLOT) for pages in hit.tail.pages]
+        origins = [
+            self._cache.moves.origin(page) if page else Origin(slot=slot) for page, slot in places
+        ]
+        for origin in origins:
+            if origin.slot != NO_SLOT:
+                slots.pin(origin.slot)
+        return origins
+
+    def _pin_node(self, request: Request, hit: Hit) -> Node | None:
+        """The node after which a newcomer's pages come; None if they are not to be found."""
+        if not self.prefix_cache or len(hit.nodes) < hit.num_tokens // self.page_size:
+            return None
+        node = hit.nodes[-1] if hit.nodes else self._cache.tree.root(request)
+        node.pins += 1
+        return node
+
+    def _begin(self, request: Request, hit: Hit, holding: Holding) -> None:
+        """Note a newcomer that has its pages."""
+        request.num_computed = hit.num_tokens
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = min(hit.num_tokens, len(request.prompt_token_ids))
+        self._counts.queried_tokens += request.num_tokens
+        self._counts.hit_tokens += hit.num_tokens
+        holding.covered = min(map(len, request.pages)) * self.page_size
+        self._note_next_event(holding)
+        self._holdings[request] = holding
+
+    def _note_next_event(self, holding: Holding) -> None:
         size = self.page_size
-        holding.covered = min(map(len, request.pages)) * size
-        events = [(holding.kept_from[g] + 1) * size + window - 1 for g, window in self._windowed]
-        holding.next_event = min(events, default=UNLIMITED_TOKENS)
+        event = UNLIMITED_TOKENS
+        if holding.node is not None:
+            event = (holding.num_findable + 1) * size
+        for group, window in self._windowed:
+            event = min(event, (holding.kept_from[group] + 1) * size + window - 1)
+        holding.next_event = event
+
+    def _make_findable(self, request: Request, holding: Holding) -> None:
+        """Put the full pages that were committed since into the tree."""
+        last = node = holding.node
+        if last is None or node is None:
+            return
+        if not last.is_alive:  # somebody discarded what it begins with
+            holding.node = None
+            return
+        num_full = min(request.num_computed, request.num_tokens) // self.page_size
+        if num_full <= holding.num_findable:
+            return
+        for index in range(holding.num_findable, num_full):
+            node = self._cache.add_page(node, request, index)
+        last.pins -= 1
+        node.pins += 1
+        holding.node, holding.num_findable = node, num_full
+
+    def _make_tail_findable(self, request: Request, holding: Holding) -> None:
+        """Put the partly filled last page into the tree, if it is worth it."""
+        num_tokens = min(request.num_computed, request.num_tokens)
+        num_full, extra = divmod(num_tokens, self.page_size)
+        if extra < self._finder.min_tail or num_full != holding.num_findable:
+            return
+        if holding.node is not None:
+            self._cache.add_tail(holding.node, request, num_full, extra)
+
+    def _let_go(self, request: Request, holding: Holding) -> None:
+        """Give all pages back, the last tokens first: they are evicted first."""
+        columns = zip_longest(*request.pages, fillvalue=0)
+        self._cache.release([page for column in reversed(list(columns)) for page in column if page])
+        request.pages = ()
+        if holding.node is not None:
+            holding.node.pins -= 1
+            self._cache.tree.prune(holding.node)
 
     # ------------------------------------------------------------------ invariants
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Raise AssertionError unless `requests` hold exactly the pages that are not free."""
+        """Raise AssertionError unless `requests` hold exactly the pages in use, nobody writes what
+        others rely on, and the cache is consistent."""
         self._allocator.check_integrity()
-        requests = list(requests)
+        self._cache.check_integrity()
         holders = {request for request in requests if request.pages}
         assert holders == self._holdings.keys(), "pages are held by somebody unknown"
         counts = [0] * self.num_pages
-        for request in holders:
-            assert len(request.pages) == self.num_groups
-            for pages, window in zip(request.pages, self.windows, strict=True):
-                self._check_list(request, pages, window)
-                for page in pages:
-                    counts[page] += page > 0
+        for request, holding in self._holdings.items():
+            check_pages(request, self.windows, self._cache)
+            check_findable(request, holding, self._cache)
+            for page in chain(*request.pages):
+                counts[page] += page > 0
         for page in range(1, self.num_pages):
             assert counts[page] == self._allocator.ref_count(page), f"page {page}: wrong count"
-
-    def _check_list(self, request: Request, pages: Sequence[int], window: int | None) -> None:
-        assert len(pages) >= self.pages_for(request.num_computed)
-        first = self._first_seen(request.num_computed, window)
-        assert all(page > 0 for page in pages[first:]), "a page that is needed was given back"
+        idle = self._allocator.num_idle
+        assert self._allocator.num_free + self.num_used + idle == self.num_pages - 1
