@@ -11,12 +11,13 @@ import jax
 from jaxserve.config import EngineConfig
 from jaxserve.core.backends import make_ops
 from jaxserve.core.buckets import Bucket
+from jaxserve.core.kv_layout import kv_layout
 from jaxserve.core.mesh import make_mesh
 from jaxserve.core.program_loader import ProgramLoader
 from jaxserve.core.step_batch import SamplingBatch, StepBatch
 from jaxserve.engine.engine_shape import engine_shape
+from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.outputs import StepStats
-from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.plan import Plan
 from jaxserve.engine.programs import Programs
 from jaxserve.engine.request import Request, TokenEvent
@@ -69,8 +70,14 @@ class Engine:
             mesh=make_mesh(devices),
         )
         state_slots = config.max_batch_rows + 1
-        self.allocator = PageAllocator(shape.num_pages, shape.page_size, shape.num_groups)
-        self.scheduler = Scheduler(shape.limits, self.allocator)
+        self.kv_manager = KVManager(
+            shape.num_pages,
+            shape.page_size,
+            kv_layout(kv_spec).windows,
+            max_chunk=shape.limits.max_chunk or shape.limits.max_batch_tokens,
+            prefix_cache=False,
+        )
+        self.scheduler = Scheduler(shape.limits, self.kv_manager)
         self._loader = loader or ProgramLoader()
         self.runner = Runner(
             programs,
@@ -85,7 +92,7 @@ class Engine:
         )
         self.shape = shape
         self.page_size = shape.page_size
-        self.capacity_tokens = self.allocator.capacity_tokens
+        self.capacity_tokens = self.kv_manager.capacity_tokens
         # The last token of a request needs no KV. A pool smaller than the context limits it.
         self.max_model_len = min(shape.max_model_len, self.capacity_tokens + 1)
         self.bucket_table = shape.buckets

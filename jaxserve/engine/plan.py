@@ -16,6 +16,8 @@ class Limits:
     max_batch_tokens counts prefill tokens of a step; decode rows come on top.
     prefill_sizes: the prefill sizes steps are padded to, ascending (`buckets.prefill_sizes`).
     max_chunk: longest chunk of one prompt in a step, or None; results do not depend on it.
+    policy: who enters next, "fcfs", "priority" or "prefix" (waiting_queue.py).
+    batching: "continuous", or "static": requests enter only while nothing runs.
     """
 
     max_batch_rows: int
@@ -25,6 +27,8 @@ class Limits:
     max_queue: int
     prefill_sizes: tuple[int, ...] = ()
     max_chunk: int | None = None
+    policy: str = "priority"
+    batching: str = "continuous"
 
 
 class Scheduled(NamedTuple):

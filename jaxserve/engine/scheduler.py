@@ -1,76 +1,69 @@
 """Decides between steps which tokens of which requests run next. Plain Python: no jax.
 
-Every step, whoever is decoding gets one token; prefill chunks then fill what is left of the token
-and row budgets, so a long prompt never stalls a stream. Requests are served in the order of
-(priority, arrival), lower first; nobody overtakes the head of the queue.
+Every step, whoever is decoding gets one token; prefill chunks then fill what is left of the token,
+row and time budgets (step_times.py), so a long prompt never stalls a stream. Who enters next is
+the waiting queue's business (waiting_queue.py); nobody overtakes the one whose turn it is.
 
-A request enters only when pages for all its tokens are free, and takes them at once. Taking pages
-chunk by chunk would let half-prefilled prompts wait for each other's pages, or throw away each
-other's work; this way only decoding grows, and what grows can preempt. One page for each running
-request that may still grow is left free too, so that a newcomer is not thrown out again at once.
-A decoding row that finds no page preempts the youngest running request, possibly itself, by
-recomputation: its pages are freed, its output is kept, and it waits in its old place in the order.
-So the oldest request is never preempted and advances every step, and whoever is running is finite;
-a request that fills the pool, or the context, ends with "length".
+A request enters only when its pages are free, and takes them at once, or in a windowed group those
+of its first chunk; what the cache or a sibling has of it is shared and not computed again. Pages
+for what the running may need next are left free too, so that a newcomer is not thrown out again at
+once. A running row that finds no page preempts the youngest, possibly itself: its pages are
+released, its output is kept, and it waits in its old place in the order. What it had computed stays
+findable, in the pool or in host memory, until somebody needs the room, and is recomputed after
+that. So the oldest request is never preempted and advances every step, and whoever is running is
+finite; a request that fills the pool, or the context, ends with "length".
 
 `schedule` takes pages and notes what is in flight; all else about a request changes in `commit`.
 One plan may be scheduled before the previous one is committed: planning uses upper bounds, and
-commit drops the results of requests that have meanwhile ended or been preempted. Freed pages may
+commit drops the results of requests that have meanwhile ended or been preempted. Released pages may
 still be written by a step in flight; steps run in order on the device, so their next owner, whose
 steps come later, overwrites them.
 
-Invariants, after every call (`check_integrity`):
-- a request is in exactly one place: waiting, running, or gone (FINISHED, no pages);
-- both queues are in (priority, arrival) order; at most max_batch_rows requests run;
-- a waiting request owns no pages and has nothing computed or in flight;
-- every page in use is held by exactly the requests that list it; page lists are alike in all KV
-  groups and cover every scheduled token;
-- 0 <= num_computed <= scheduled <= tokens known or in flight - 1.
+Static batching, a baseline for benchmarks: requests enter only while nothing runs, or until the
+batch that was formed then is complete.
+
+Where requests are, how they move and the invariants of that: request_queues.py. Here, after every
+call: at most max_batch_rows requests run. In a plan: nobody is in it twice; its rows and tokens
+keep the limits; decode rows run the last known token, or the one that is being drawn; every token
+that runs has its page; nobody who enters is in a plan that preempted somebody.
 """
 
-from bisect import bisect_left, insort
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from itertools import chain
 
 from jaxserve.core.buckets import prefill_budget
-from jaxserve.engine.page_allocator import PageAllocator
+from jaxserve.engine.deadlines import Deadlines
+from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.plan import Committed, Limits, Plan, Scheduled
+from jaxserve.engine.queue_entry import Entry
 from jaxserve.engine.request import Request, Status
+from jaxserve.engine.request_end import finish_reason
+from jaxserve.engine.request_queues import RequestQueues
+from jaxserve.engine.step_times import StepTimes
 from jaxserve.errors import InvalidRequestError, QueueFullError
 
 
-@dataclass(eq=False)
-class _Entry:
-    """A request in one of the queues, and what the steps in flight will have done to it."""
-
-    request: Request
-    order: tuple[int, float, int]
-    scheduled: int = 0  # num_computed after the steps in flight
-    draws: int = 0  # tokens the steps in flight will draw
-
-    @property
-    def num_tokens(self) -> int:
-        return self.request.num_tokens + self.draws
-
-    @property
-    def num_unscheduled(self) -> int:
-        return self.num_tokens - self.scheduled
-
-
 class Scheduler:
-    """The waiting and the running queue over one page allocator. Not thread-safe, apart from
-    `check_fits`."""
+    """The waiting and the running requests over one KV manager. Not thread-safe, apart from
+    `check_fits`.
 
-    def __init__(self, limits: Limits, allocator: PageAllocator) -> None:
+    step_times: what the engine measures of its steps; None: nothing is known, and no step is
+    kept short.
+    """
+
+    def __init__(
+        self, limits: Limits, manager: KVManager, step_times: StepTimes | None = None
+    ) -> None:
         self.limits = limits
-        self.allocator = allocator
+        self.manager = manager
+        self.step_times = step_times or StepTimes()
         # The last token of a request needs no KV, so a full pool can still draw one.
-        self._max_tokens = min(limits.max_model_len, allocator.capacity_tokens + 1)
-        self._entries: dict[str, _Entry] = {}
-        self._waiting: list[_Entry] = []
-        self._running: list[_Entry] = []
-        self._num_added = 0
+        self._max_tokens = min(limits.max_model_len, manager.capacity_tokens + 1)
+        self._queues = RequestQueues(limits.policy, manager)
+        self._waiting = self._queues.waiting
+        self._running = self._queues.running
+        self._deadlines = Deadlines()
+        self._seats = 0  # static batching: requests that may still join the batch
 
     @property
     def running(self) -> tuple[Request, ...]:
@@ -90,7 +83,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._entries)
+        return bool(len(self._queues))
 
     # ------------------------------------------------------------------ requests in and out
 
@@ -105,7 +98,7 @@ class Scheduler:
                 f"prompt to at most {self.limits.max_model_len - 1} tokens",
                 "prompt",
             )
-        pool = self.allocator
+        pool = self.manager
         if num_prompt_tokens > pool.capacity_tokens:
             raise InvalidRequestError(
                 f"the prompt has {num_prompt_tokens} tokens and the KV pool holds "
@@ -120,8 +113,26 @@ class Scheduler:
         Raises InvalidRequestError if it can never fit or its id is in use, QueueFullError if
         max_queue requests wait already. Nothing has changed then.
         """
+        self._add(request, request.leader_id or request.request_id)
+
+    def fork(self, parent_id: str, child: Request) -> None:
+        """Queue a request that goes on from where another one is: `child` has its prompt and a
+        copy of its output so far, whose pages they share.
+
+        Raises InvalidRequestError if the parent is unknown or has ended, and as `add` does.
+        """
+        parent = self._queues.get(parent_id)
+        if parent is None:
+            raise InvalidRequestError(
+                f"request {parent_id[:80]!r} cannot be forked: it is unknown or has ended; "
+                "send its prompt and output as a new request",
+                "request_id",
+            )
+        self._add(child, parent.family)
+
+    def _add(self, request: Request, family: str) -> None:
         self.check_fits(request.num_tokens)
-        if request.request_id in self._entries:
+        if self._queues.get(request.request_id) is not None:
             raise InvalidRequestError(
                 f"request id {request.request_id[:80]!r} is in use; choose another", "request_id"
             )
@@ -130,23 +141,43 @@ class Scheduler:
                 f"{len(self._waiting)} requests are waiting, as many as max_queue allows; "
                 "retry later"
             )
-        order = (request.priority, request.arrival_time, self._num_added)
-        self._num_added += 1
-        entry = _Entry(request, order)
-        self._entries[request.request_id] = entry
-        request.status = Status.WAITING
-        insort(self._waiting, entry, key=_order)
+        longest = min(len(request.prompt_token_ids) + request.max_tokens, self._max_tokens)
+        if request.num_tokens >= longest:
+            raise InvalidRequestError(
+                f"the request has {len(request.output_token_ids)} output tokens and may have "
+                f"{longest - len(request.prompt_token_ids)}; ask for more tokens",
+                "max_tokens",
+            )
+        self._queues.add(request, family, longest)
+        self._deadlines.add(request)
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request in whatever state and free its pages; None if it is not here (any more).
+        """End a request in whatever state and release its pages; None if it is not here (any more).
 
-        Also how a row that failed alone ends: read its pages first if they need scrubbing.
+        Also how a row that failed alone ends; see `discard`.
         """
-        entry = self._entries.get(request_id)
+        entry = self._queues.get(request_id)
         if entry is None:
             return None
-        self._end(entry)
+        self._queues.end(entry)
         return entry.request
+
+    def discard(self, request_id: str) -> list[int]:
+        """End a request whose KV is not to be trusted. Returns the pages to be cleaned: those that
+        nobody else holds."""
+        entry = self._queues.get(request_id)
+        if entry is None:
+            return []
+        pages = self.manager.discard(entry.request)
+        self._queues.end(entry)
+        return pages
+
+    def expire(self, now: float) -> list[Request]:
+        """End the requests whose deadline has passed, in whatever state, and return them."""
+        expired = self._deadlines.pop_expired(now)
+        for request in expired:
+            self.abort(request.request_id)
+        return expired
 
     def finish(self, request_id: str, token_index: int) -> Request | None:
         """End a request late, because a stop string ended after output token token_index - 1.
@@ -161,17 +192,18 @@ class Scheduler:
 
     def preempt(self, request_id: str) -> Request | None:
         """Send a running request back to the queue, to be recomputed; None if it is not running."""
-        entry = self._entries.get(request_id)
+        entry = self._queues.get(request_id)
         if entry is None or entry.request.status is not Status.RUNNING:
             return None
-        self._preempt(entry)
+        self._queues.preempt(entry)
         return entry.request
 
     def preempt_all(self) -> tuple[Request, ...]:
         """Send everybody back, because the pool's content is lost. Plans in flight are void."""
         entries = tuple(self._running)
         for entry in entries:
-            self._preempt(entry)
+            self._queues.preempt(entry)
+        self.manager.clear()
         return tuple(entry.request for entry in entries)
 
     # ------------------------------------------------------------------ a step
@@ -179,214 +211,179 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plan the next step: decode first, then chunks of prompts already begun, then newcomers.
 
-        Empty only when there is no work that could run: with nothing in flight, no work at all.
+        Nothing runs in it only when nothing could: with nothing in flight, no work at all.
         """
-        decode, preempted = self._schedule_decode()
-        candidates = [entry for entry in self._running if entry.num_unscheduled > 1]
-        if not preempted:  # the pages that freed are for those who decode
-            candidates += self._admissible(self.limits.max_prefill_rows - len(candidates))
-        chunk_limit = self.limits.max_chunk or self.limits.max_batch_tokens
-        wanted = sum(
-            min(entry.num_unscheduled, chunk_limit)
-            for entry in candidates
-            if entry.num_unscheduled > 1
-        )
-        budget = prefill_budget(
-            self.limits.prefill_sizes, min(wanted, self.limits.max_batch_tokens)
-        )
-        prefill: list[Scheduled] = []
-        for entry in candidates:
-            size = min(entry.num_unscheduled, chunk_limit, budget)
-            is_decode = entry.num_unscheduled == 1  # a prompt of one token
-            if size == 0 and not is_decode:
-                break
-            if entry.request.status is Status.WAITING:
-                self._admit(entry)
-            if is_decode:
-                decode.append(_take(entry, 1))
-            else:
-                prefill.append(_take(entry, size))
-                budget -= size
-        return Plan(tuple(decode), tuple(prefill), tuple(preempted))
+        manager = self.manager
+        if manager.host_pages:
+            manager.swap_is_cheaper = self.step_times.swap_is_cheaper(
+                manager.page_size, manager.num_groups
+            )
+        preempted: list[Request] = []
+        decode, prefilling = self._schedule_decode(preempted)
+        tokens = self._prefill_tokens(len(decode))
+        prefilling = self._grow_prefill(prefilling, tokens, preempted)
+        if preempted:  # the pages that freed are for those who run
+            decode = [item for item in decode if item.request.status is Status.RUNNING]
+        else:
+            prefilling += self._admit(prefilling, tokens)
+        prefill = self._schedule_prefill(prefilling, tokens, decode)
+        return Plan(tuple(decode), tuple(prefill), tuple(preempted), manager.take_transfers())
 
     def commit(self, plan: Plan, tokens: Mapping[str, int]) -> list[Committed]:
         """Take in a step's result: `tokens` has the drawn token of each request that sampled.
 
         Plans are committed in the order they were scheduled. Requests that ended or were preempted
-        since are dropped. Requests that finish here leave, and their pages are free.
+        since are dropped. Requests that finish here leave, and their pages are released.
         """
         committed = []
-        for item in (*plan.decode, *plan.prefill):
-            request = item.request
-            entry = self._entries.get(request.request_id)
+        for request, start, num_tokens, samples, epoch in chain(plan.decode, plan.prefill):
+            entry = self._queues.get(request.request_id)
             if entry is None or entry.request is not request:
                 continue
-            if request.num_preemptions != item.epoch:
+            if request.num_preemptions != epoch:
                 continue
-            assert item.start == request.num_computed, "plans must be committed in order"
-            request.num_computed += item.num_tokens
-            if not item.samples:
+            assert start == request.num_computed, "plans must be committed in order"
+            request.num_computed = start + num_tokens
+            self.manager.commit(request)
+            if not samples:
                 continue
-            entry.draws -= 1
             token = tokens[request.request_id]
             request.output_token_ids.append(token)
-            finish_reason, stop_reason = self._finish_reason(request)
-            if finish_reason is not None:
-                self._end(entry)
-            committed.append(Committed(request, token, finish_reason, stop_reason))
+            reason, stop_reason = finish_reason(request, token, entry.longest)
+            if reason is not None:
+                self._queues.end(entry)
+            committed.append(Committed(request, token, reason, stop_reason))
         return committed
 
     # ------------------------------------------------------------------ parts of a step
 
-    def _schedule_decode(self) -> tuple[list[Scheduled], list[Request]]:
+    def _schedule_decode(self, preempted: list[Request]) -> tuple[list[Scheduled], list[Entry]]:
+        """One token for everybody who decodes, and who is running prompts."""
         decode: list[Scheduled] = []
-        preempted: list[Request] = []
-        for entry in tuple(self._running):  # oldest first: victims are never scheduled already
-            if entry.request.status is not Status.RUNNING or entry.num_unscheduled != 1:
+        prefilling: list[Entry] = []
+        for entry in self._running.copy():  # oldest first: victims are never scheduled already
+            length = entry.length
+            request = entry.request
+            if preempted and request.status is not Status.RUNNING:
                 continue
-            if self._draws_its_last(entry):
+            if length - entry.scheduled > 1:
+                prefilling.append(entry)
                 continue
-            while not self._grow(entry):
-                victim = self._running[-1]
-                self._preempt(victim)
-                preempted.append(victim.request)
-                if victim is entry:
-                    break
-            else:
-                decode.append(_take(entry, 1))
-        return decode, preempted
+            if length == entry.longest:  # its last token is being drawn
+                continue
+            if length <= entry.room or self._make_room(entry, length, preempted):
+                entry.scheduled = length
+                entry.length = length + 1
+                decode.append(Scheduled(request, length - 1, 1, True, request.num_preemptions))
+        return decode, prefilling
 
-    def _admissible(self, max_rows: int) -> list[_Entry]:
-        """The first waiting requests that rows and pages allow to enter together."""
-        max_rows = min(max_rows, self.limits.max_batch_rows - len(self._running))
-        if max_rows <= 0 or not self._waiting:
-            return []
-        free = self.allocator.num_free - sum(map(self._may_grow, self._running))
-        entries = []
-        for entry in self._waiting[:max_rows]:
-            free -= self.allocator.pages_for(entry.num_tokens)
-            if free < 0:
-                break
-            entries.append(entry)
-            free -= self._may_grow(entry)
-        return entries
+    def _prefill_tokens(self, num_decode: int) -> int:
+        """The most prefill tokens that the step may carry."""
+        most = self.step_times.prefill_limit(num_decode, self.limits.prefill_sizes)
+        return min(most, self.limits.max_batch_tokens)
 
-    def _admit(self, entry: _Entry) -> None:
-        request = entry.request
-        pages = self.allocator.allocate(self.allocator.pages_for(request.num_tokens))
-        assert pages is not None, "a request was admitted without pages for it"
-        request.pages = tuple(list(pages) for _ in range(self.allocator.num_groups))
-        request.status = Status.RUNNING
-        self._waiting.pop(_find(self._waiting, entry))
-        insort(self._running, entry, key=_order)
+    def _grow_prefill(
+        self, prefilling: list[Entry], tokens: int, preempted: list[Request]
+    ) -> list[Entry]:
+        """Make room for the next chunk of each prompt; those that have it, oldest first."""
+        grown = []
+        for entry in prefilling:
+            if entry.request.status is not Status.RUNNING:
+                continue
+            size = min(entry.num_unscheduled, self._max_chunk, tokens)
+            if self._make_room(entry, entry.scheduled + size, preempted):
+                grown.append(entry)
+                tokens -= size
+        return grown
 
-    def _grow(self, entry: _Entry) -> bool:
-        """Make sure that the next token has a slot; False if there is no page for it."""
-        request = entry.request
-        missing = self.allocator.pages_for(entry.scheduled + 1) - len(request.pages[0])
-        if missing <= 0:
+    def _schedule_prefill(
+        self, prefilling: list[Entry], tokens: int, decode: list[Scheduled]
+    ) -> list[Scheduled]:
+        """Chunks of at most `tokens` tokens in all; prompts with one token left join `decode`."""
+        max_chunk = self._max_chunk
+        sizes = tuple(size for size in self.limits.prefill_sizes if size <= tokens)
+        wanted = sum(
+            min(entry.num_unscheduled, max_chunk)
+            for entry in prefilling
+            if entry.num_unscheduled > 1
+        )
+        budget = prefill_budget(sizes, min(wanted, tokens))
+        prefill: list[Scheduled] = []
+        for entry in prefilling:
+            if entry.num_unscheduled == 1:
+                decode.append(entry.take(1))
+                continue
+            size = min(entry.num_unscheduled, max_chunk, budget, entry.room - entry.scheduled)
+            if size > 0 and len(prefill) < self.limits.max_prefill_rows:
+                prefill.append(entry.take(size))
+                budget -= size
+        return prefill
+
+    @property
+    def _max_chunk(self) -> int:
+        return self.limits.max_chunk or self.limits.max_batch_tokens
+
+    def _make_room(self, entry: Entry, num_tokens: int, preempted: list[Request]) -> bool:
+        """Let a running request's lists cover num_tokens tokens; False if it cannot run now."""
+        if num_tokens <= entry.room:
             return True
-        pages = self.allocator.allocate(missing)
-        if pages is None:
-            return False
-        for group in request.pages:
-            group.extend(pages)
+        while not self.manager.grow(entry.request, num_tokens):
+            victim = self._running[-1]
+            if victim is self._running[0]:
+                assert entry.is_in_flight, "the oldest request finds no pages"
+                return False  # until the step in flight gives back what leaves a window
+            self._queues.preempt(victim)
+            preempted.append(victim.request)
+            if victim is entry:
+                return False
+        self._queues.note_room(entry)
         return True
 
-    def _may_grow(self, entry: _Entry) -> bool:
-        """Whether a request may come to need more pages than hold its tokens today."""
-        request = entry.request
-        longest = min(len(request.prompt_token_ids) + request.max_tokens, self._max_tokens)
-        held = (
-            len(request.pages[0]) if request.pages else self.allocator.pages_for(request.num_tokens)
-        )
-        return self.allocator.pages_for(longest - 1) > held
+    # ------------------------------------------------------------------ admission
 
-    def _draws_its_last(self, entry: _Entry) -> bool:
-        """Whether a step in flight draws the last token the request may have."""
-        num_output = len(entry.request.output_token_ids) + entry.draws
-        return num_output >= entry.request.max_tokens or entry.num_tokens >= self._max_tokens
+    def _admit(self, prefilling: list[Entry], tokens: int) -> list[Entry]:
+        """Let the next requests in, as far as rows, pages and the step's tokens go."""
+        limits, waiting = self.limits, self._waiting
+        if not len(waiting):
+            return []
+        rows = limits.max_batch_rows - len(self._running)
+        if limits.batching == "static":
+            if not self._running:
+                self._seats = min(rows, len(waiting))
+            rows = min(rows, self._seats)
+        prefill_rows = limits.max_prefill_rows - len(prefilling)
+        tokens -= sum(min(entry.num_unscheduled, self._max_chunk) for entry in prefilling)
+        entered: list[Entry] = []
+        while len(entered) < rows:
+            entry = waiting.next()
+            if entry is None:
+                break
+            if (prefill_rows <= 0 or tokens <= 0) and self._queues.num_to_compute(entry) > 1:
+                break  # a prompt with one token left takes a decode row
+            if not self._enter(entry):
+                self._seats = len(entered)  # a static batch is as large as the pool allows
+                break
+            entered.append(entry)
+            if entry.num_unscheduled > 1:
+                prefill_rows -= 1
+                tokens -= min(entry.num_unscheduled, self._max_chunk)
+        if limits.batching == "static":
+            self._seats -= len(entered)
+        return entered
 
-    def _finish_reason(self, request: Request) -> tuple[str | None, int | None]:
-        """Why the newest token ends the request, if it does: (finish_reason, stop_reason)."""
-        params = request.params
-        num_output = len(request.output_token_ids)
-        token = request.output_token_ids[-1]
-        if num_output > params.min_tokens:
-            if token in request.eos_token_ids and not params.ignore_eos:
-                return "stop", None
-            if token in params.stop_token_ids:
-                return "stop", token
-        if num_output >= request.max_tokens or request.num_tokens >= self._max_tokens:
-            return "length", None
-        return None, None
+    def _enter(self, entry: Entry) -> bool:
+        """Make a waiting request a running one; False if there are too few pages for it."""
+        if self._running and self._pages_to_leave(entry) > self.manager.num_free:
+            return False
+        entered = self._queues.enter(entry)
+        assert entered or self._running, "a request that fits alone was refused"
+        return entered
 
-    def _preempt(self, entry: _Entry) -> None:
-        request = entry.request
-        self._running.pop(_find(self._running, entry))
-        self._release_pages(request)
-        request.num_computed = entry.scheduled = entry.draws = 0
-        request.num_preemptions += 1
-        request.status = Status.WAITING
-        insort(self._waiting, entry, key=_order)
-
-    def _end(self, entry: _Entry) -> None:
-        request = entry.request
-        queue = self._running if request.status is Status.RUNNING else self._waiting
-        queue.pop(_find(queue, entry))
-        del self._entries[request.request_id]
-        self._release_pages(request)
-        request.status = Status.FINISHED
-
-    def _release_pages(self, request: Request) -> None:
-        if request.pages:
-            self.allocator.release(request.pages[0])
-        request.pages = ()
-
-    # ------------------------------------------------------------------ invariants
+    def _pages_to_leave(self, entry: Entry) -> int:
+        """Pages that must be free when a newcomer enters: its own and those left to the running."""
+        return self.manager.pages_needed(entry.length) + sum(e.growth for e in self._running)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariants at the top of this file hold."""
-        self.allocator.check_integrity()
-        queued = self._waiting + self._running
-        assert len(queued) == len(set(queued)) == len(self._entries), "a request is misplaced"
+        self._queues.check_integrity()
         assert len(self._running) <= self.limits.max_batch_rows, "too many requests run"
-        for queue in (self._waiting, self._running):
-            assert queue == sorted(queue, key=_order), "a queue is out of order"
-        for entry in queued:
-            assert self._entries[entry.request.request_id] is entry, "a request is misplaced"
-        for entry in self._waiting:
-            request = entry.request
-            assert request.status is Status.WAITING, f"{request.status} among the waiting"
-            assert not request.pages, "a waiting request owns pages"
-            assert request.num_computed == entry.scheduled == entry.draws == 0
-        for entry in self._running:
-            request = entry.request
-            assert request.status is Status.RUNNING, f"{request.status} among the running"
-            assert 0 <= request.num_computed <= entry.scheduled <= entry.num_tokens - 1
-            assert request.num_computed <= request.num_tokens - 1
-            assert len(request.pages) == self.allocator.num_groups
-            assert all(group == request.pages[0] for group in request.pages)
-            assert len(request.pages[0]) >= self.allocator.pages_for(entry.scheduled)
-        held = Counter(page for entry in self._running for page in entry.request.pages[0])
-        for page in range(1, self.allocator.num_pages):
-            assert self.allocator.ref_count(page) == held[page], f"page {page} has a wrong owner"
-
-
-def _order(entry: _Entry) -> tuple[int, float, int]:
-    return entry.order
-
-
-def _find(queue: list[_Entry], entry: _Entry) -> int:
-    index = bisect_left(queue, entry.order, key=_order)
-    assert queue[index] is entry, "a request is not in the queue its status names"
-    return index
-
-
-def _take(entry: _Entry, num_tokens: int) -> Scheduled:
-    """Note that the next `num_tokens` tokens of the request are in flight."""
-    start = entry.scheduled
-    entry.scheduled += num_tokens
-    samples = entry.scheduled == entry.num_tokens
-    entry.draws += samples
-    return Scheduled(entry.request, start, num_tokens, samples, entry.request.num_preemptions)

@@ -239,7 +239,7 @@ class StepLoop:
 
     def _fail_row(self, item: Scheduled) -> None:
         """A row whose logits are NaN fails alone; its pages are cleaned before anyone gets them."""
-        pages = list(item.request.pages[0]) if item.request.pages else []
+        pages = [page for group in item.request.pages for page in group if page]
         self._fail(item, "the model's logits are not numbers (NaN) for this request")
         self._runner.scrub(pages)
 
@@ -255,12 +255,12 @@ class StepLoop:
         return events
 
     def _stats(self, plan: Plan, timings: StepTimings) -> StepStats:
-        allocator = self._scheduler.allocator
+        manager = self._scheduler.manager
         return StepStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
-            pages_used=allocator.num_used,
-            pages_total=allocator.num_pages - 1,
+            pages_used=manager.num_used,
+            pages_total=manager.num_pages - 1,
             prompt_tokens=timings.prompt_tokens,
             output_tokens=timings.output_tokens,
             step_tokens=len(plan.decode) + plan.num_prefill_tokens,

@@ -129,7 +129,7 @@ def run_with_failures(engine: Engine, at_step: int, failures: int) -> Run:
             take_in(run, event)
         engine.check_integrity()
     del engine.runner.dispatch  # type: ignore[method-assign]
-    assert engine.allocator.num_used == 0
+    assert engine.kv_manager.num_used == 0
     return run
 
 
@@ -179,7 +179,7 @@ def test_abort_in_any_state_frees_pages_and_reports_once(engine: Engine) -> None
             take_in(run, event)
         assert set(run.finish.values()) == {"abort"}
         assert not engine.has_work
-        assert engine.allocator.num_used == 0
+        assert engine.kv_manager.num_used == 0
     assert drive(engine, greedy(PROMPTS[:1])).tokens == expected.tokens
 
 
@@ -213,7 +213,7 @@ def test_finish_drops_what_came_after_the_stop_string(engine: Engine) -> None:
     assert (stats[-1].num_running, stats[-1].pages_used) == (0, 0)
     assert not engine.has_work
     assert len(item.output_token_ids) == 2
-    assert engine.allocator.num_used == 0
+    assert engine.kv_manager.num_used == 0
 
 
 def test_b14_lengths_at_the_limits_are_refused_or_served_never_cut(engine: Engine) -> None:

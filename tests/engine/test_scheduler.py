@@ -237,7 +237,7 @@ def test_preempt_on_demand_and_preempt_all():
     assert harness.scheduler.preempt("unknown") is None
     harness.step()
     assert harness.scheduler.preempt_all() == tuple(requests)
-    assert harness.allocator.num_used == 0
+    assert harness.manager.num_used == 0
     harness.scheduler.check_integrity()
     harness.drain()
     harness.check_outputs(*requests)
@@ -249,9 +249,7 @@ def test_a_failed_step_is_void_and_everybody_is_recomputed():
     harness.add(*requests)
     harness.step()
     harness.schedule()  # this step's device call fails: no commit
-    harness.scheduler.preempt_all()
-    harness.covered.clear()
-    harness.slots.clear()
+    harness.lose_pool()
     harness.drain()
     harness.check_outputs(*requests)
 

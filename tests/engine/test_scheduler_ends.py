@@ -75,7 +75,7 @@ def test_abort_frees_everything_from_any_state(steps: int):
         harness.step()
     assert harness.scheduler.abort("r") is request
     assert (request.status, request.pages) == (Status.FINISHED, ())
-    assert harness.allocator.num_used == 0
+    assert harness.manager.num_used == 0
     harness.scheduler.check_integrity()
     assert harness.scheduler.abort("r") is None
     assert harness.step().is_empty
@@ -93,8 +93,6 @@ def test_abort_between_schedule_and_commit_drops_the_row_alone():
     harness.add(again)
     harness.in_flight.append((plan, tokens))
     assert [c.request for c in harness.commit()] == [requests[1]]
-    harness.covered.clear()
-    harness.covered[("b", 0)] = 9
     harness.drain()
     harness.check_outputs(requests[1], again)
 
@@ -109,5 +107,5 @@ def test_finish_cuts_the_output_at_the_stop_string():
     assert harness.scheduler.finish("r", 3) is request
     assert request.output_token_ids == expected
     assert request.status is Status.FINISHED
-    assert harness.allocator.num_used == 0
+    assert harness.manager.num_used == 0
     assert harness.scheduler.finish("r", 3) is None

@@ -115,12 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step_fails(self) -> None:
         """The pool's content is lost with everything in flight."""
         self.harness.schedule()
-        self.scheduler.preempt_all()
-        self.harness.in_flight.clear()
-        self.harness.slots.clear()
-        for request in self.accepted:
-            self.harness.covered[request.request_id, request.num_preemptions] = 0
-        self.scheduler.check_integrity()
+        self.harness.lose_pool()
 
     def teardown(self) -> None:
         if not hasattr(self, "harness"):

@@ -90,7 +90,7 @@ class RunningServer:
     def _num_open(self) -> int:
         """Requests in the client and in a fake engine, pages in use in a real one."""
         engine = self.client._engine
-        held = engine.allocator.num_used if hasattr(engine, "allocator") else engine.num_open
+        held = engine.kv_manager.num_used if hasattr(engine, "kv_manager") else engine.num_open
         return self.client.num_inflight + held
 
 

@@ -1,17 +1,21 @@
-"""A scheduler in a loop with a fake model that reads its context back from the pages it was given.
+"""A scheduler in a loop with a fake device that keeps what is written to pages, token by token.
 
-A page lent to two requests, a chunk skipped or run twice, or a token appended twice changes the
-fake model's tokens; runs are compared with the plain loop in `expected_output`.
+Every query checks that all it sees is where the page lists say, in every group's window. A page
+lent to two requests, given back too early, or moved wrongly, or a chunk skipped or run twice fails
+there; outputs are compared with the plain loop in `expected_output`.
 """
 
 import zlib
-from collections import Counter, deque
+from collections import deque
 
-from jaxserve.engine.page_allocator import PageAllocator
-from jaxserve.engine.plan import Committed, Limits, Plan
+from jaxserve.engine.kv_manager import KVManager
+from jaxserve.engine.plan import Committed, Limits, Plan, Scheduled, Transfers
 from jaxserve.engine.request import Request, Status
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.step_times import StepTimes
 from jaxserve.sampling_params import SamplingParams
+
+type Slot = tuple[int, int]  # position and token
 
 VOCAB = 40
 EOS = 0
@@ -65,17 +69,28 @@ class Harness:
         *,
         num_pages: int = 200,
         page_size: int = 4,
-        num_groups: int = 2,
+        windows: tuple[int | None, ...] = (None,),
+        prefix_cache: bool = False,
+        host_pages: int = 0,
+        step_times: StepTimes | None = None,
         depth: int = 0,
     ) -> None:
-        self.allocator = PageAllocator(num_pages, page_size, num_groups)
-        self.scheduler = Scheduler(limits, self.allocator)
-        self.max_total = min(limits.max_model_len, self.allocator.capacity_tokens + 1)
+        self.manager = KVManager(
+            num_pages,
+            page_size,
+            windows,
+            max_chunk=limits.max_chunk or limits.max_batch_tokens,
+            prefix_cache=prefix_cache,
+            host_pages=host_pages,
+        )
+        self.scheduler = Scheduler(limits, self.manager, step_times)
+        self.max_total = min(limits.max_model_len, self.manager.capacity_tokens + 1)
         self.depth = depth
         self.in_flight: deque[tuple[Plan, dict[str, int]]] = deque()
-        self.slots: dict[int, int] = {}
-        self.drawn: dict[str, int] = {}
-        self.covered: Counter[tuple[str, int]] = Counter()
+        self.device: dict[int, dict[int, Slot]] = {}  # page -> offset -> what was written there
+        self.host: dict[int, dict[int, Slot]] = {}
+        self.drawn: dict[str, tuple[Request, int]] = {}
+        self.covered: dict[tuple[Request, int], int] = {}
         self.finished: dict[str, tuple[Request, str]] = {}
         self.steps = 0
 
@@ -89,6 +104,7 @@ class Harness:
         plan = self.schedule()
         if plan.is_empty:
             assert self.in_flight or not self.scheduler.has_work, "work, but nothing scheduled"
+            self.move(plan.transfers)
         else:
             self.steps += 1
             self.in_flight.append((plan, self.run(plan)))
@@ -123,31 +139,76 @@ class Harness:
         return committed
 
     def run(self, plan: Plan) -> dict[str, int]:
-        """All writes, then all reads, as a step does. Chunks must follow each other exactly."""
+        """The moves, then all writes, then all reads, as on the device. Chunks must follow each
+        other exactly."""
+        self.move(plan.transfers)
         items = (*plan.decode, *plan.prefill)
         for item in items:
             request = item.request
-            key = (request.request_id, request.num_preemptions)
-            assert item.start == self.covered[key]
-            self.covered[key] += item.num_tokens
-            tokens = request.token_ids(item.start, item.start + item.num_tokens)
-            if not tokens:  # drawn by a step in flight: known to the device alone
-                tokens = [self.drawn[request.request_id]]
-            assert len(tokens) == item.num_tokens
-            for position, token in enumerate(tokens, item.start):
-                self.slots[self.slot(request, position)] = token
+            key = (request, request.num_preemptions)
+            assert item.start == self.covered.get(key, item.start)
+            stop = self.covered[key] = item.start + item.num_tokens
+            for position in range(item.start, stop):
+                slot = (position, self.token(request, position))
+                for pages in request.pages:
+                    page, offset = self.place(pages, position)
+                    assert page > 0, "a token is written to a page that was given back"
+                    self.device.setdefault(page, {})[offset] = slot
         drawn = {}
         for item in items:
+            self.check_what_is_seen(item)
             if item.samples:
-                stop = item.start + item.num_tokens
-                context = [self.slots[self.slot(item.request, i)] for i in range(stop)]
-                drawn[item.request.request_id] = next_token(context)
-        self.drawn.update(drawn)
+                request = item.request
+                length = item.start + item.num_tokens
+                context = [self.token(request, i) for i in range(length)]
+                drawn[request.request_id] = next_token(context)
+        self.drawn |= {
+            item.request.request_id: (item.request, drawn[item.request.request_id])
+            for item in items
+            if item.samples
+        }
         return drawn
 
-    def slot(self, request: Request, position: int) -> int:
-        page_size = self.allocator.page_size
-        return request.pages[-1][position // page_size] * page_size + position % page_size
+    def check_what_is_seen(self, item: Scheduled) -> None:
+        """The step's queries find every token before them, as far as each group's window goes."""
+        request = item.request
+        for pages, window in zip(request.pages, self.manager.windows, strict=True):
+            first = 0 if window is None else max(0, item.start - window + 1)
+            for position in range(first, item.start + item.num_tokens):
+                page, offset = self.place(pages, position)
+                seen = self.device.get(page, {}).get(offset)
+                wanted = (position, self.token(request, position))
+                assert page > 0, f"{request.request_id} sees a page that was given back"
+                assert seen == wanted, f"{request.request_id} sees {seen} instead of {wanted}"
+
+    def token(self, request: Request, position: int) -> int:
+        """A token of a request, even if a step in flight drew it and only the device knows it."""
+        if position < request.num_tokens:
+            return request.token_ids(position, position + 1)[0]
+        owner, token = self.drawn[request.request_id]
+        assert owner is request
+        assert position == request.num_tokens
+        return token
+
+    def move(self, transfers: Transfers) -> None:
+        for page, slot in transfers.stores:
+            self.host[slot] = dict(self.device.get(page, {}))
+        copied = [(to, dict(self.device.get(source, {}))) for source, to in transfers.copies]
+        self.device |= copied
+        for slot, page in transfers.loads:
+            self.device[page] = dict(self.host[slot])
+
+    def place(self, pages: list[int], position: int) -> tuple[int, int]:
+        page_size = self.manager.page_size
+        return pages[position // page_size], position % page_size
+
+    def lose_pool(self) -> None:
+        """A step failed: what the pool held is gone, with everything in flight."""
+        self.scheduler.preempt_all()
+        self.in_flight.clear()
+        self.device.clear()
+        self.host.clear()
+        self.scheduler.check_integrity()
 
     def drain(self, max_steps: int = 10_000) -> None:
         for _ in range(max_steps):
@@ -157,7 +218,7 @@ class Harness:
         while self.in_flight:
             self.commit()
         assert not self.scheduler.has_work, f"still work after {max_steps} steps"
-        assert self.allocator.num_used == 0
+        assert self.manager.num_used == 0
 
     def check_outputs(self, *requests: Request) -> None:
         for request in requests:

@@ -120,7 +120,7 @@ def drive(engine: Engine, requests: Sequence[Request], *, together: bool = True)
             engine.check_integrity()
         assert not engine.has_work, "the engine did not finish its work"
     run.preemptions = sum(item.num_preemptions for item in requests)
-    assert engine.allocator.num_used == 0, "pages leaked"
+    assert engine.kv_manager.num_used == 0, "pages leaked"
     assert engine.runner.late_compiles == 0
     return run
 

@@ -1,0 +1,21 @@
+"""When a token ends its request."""
+
+from jaxserve.engine.request import Request
+
+
+def finish_reason(request: Request, token: int, longest: int) -> tuple[str | None, int | None]:
+    """Why the newest token, already part of the output, ends the request, if it does:
+    (finish_reason, stop_reason).
+
+    longest: tokens of prompt and output that it may have.
+    """
+    params = request.params
+    num_output = len(request.output_token_ids)
+    if num_output > params.min_tokens:
+        if token in request.eos_token_ids and not params.ignore_eos:
+            return "stop", None
+        if token in params.stop_token_ids:
+            return "stop", token
+    if num_output + len(request.prompt_token_ids) >= longest:
+        return "length", None
+    return None, None
