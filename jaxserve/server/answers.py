@@ -2,8 +2,6 @@
 
 import json
 import logging
-import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +11,10 @@ from aiohttp import web
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.outputs import OutputDelta
 from jaxserve.errors import QueueFullError
-from jaxserve.server.errors import (
-    ApiError,
-    as_api_error,
-    generation_failed,
-    timed_out,
-    unavailable,
-)
+from jaxserve.server.calls import Call, raise_if_only_timed_out
+from jaxserve.server.errors import ApiError, as_api_error, generation_failed, unavailable
 from jaxserve.server.generation import Generation
-from jaxserve.server.prompts import PreparedCall
-from jaxserve.server.protocol import CallOptions
-from jaxserve.server.responses import AnswerFormat, Envelope, merge_deltas, usage_fields
+from jaxserve.server.responses import merge_deltas
 from jaxserve.server.settings import MAX_STREAM_BACKLOG
 from jaxserve.server.state import ServerState
 from jaxserve.server.streaming import EventStream, cut, encode_json
@@ -37,32 +28,30 @@ _LARGE_ANSWER_TOKENS = 20_000
 
 @dataclass(frozen=True)
 class Answer:
-    """One call ready to run."""
+    """One call and the connection that waits for its answer."""
 
     request: web.Request
     state: ServerState
     client: EngineClient
-    options: CallOptions
-    prepared: PreparedCall
-    form: AnswerFormat
+    call: Call
     arrival: float  # time.monotonic() at the start of the handler
 
     async def run(self) -> web.StreamResponse:
         """The response, whole or streamed. Raises what `errors.as_api_error` knows."""
         generation = Generation(
             self.client,
-            self.prepared.requests,
+            self.call.prepared.requests,
             self.state.metrics,
             self.arrival,
             self.state.executor,
-            max_backlog=MAX_STREAM_BACKLOG if self.options.stream else None,
+            max_backlog=MAX_STREAM_BACKLOG if self.call.options.stream else None,
             on_overflow=self._drop_slow_reader,
         )
         try:
             async with generation:
-                for request in self.prepared.requests:
+                for request in self.call.prepared.requests:
                     self.state.metrics.on_request(request.params)
-                if self.options.stream:
+                if self.call.options.stream:
                     return await self._stream(generation)
                 return await self._whole(generation)
         except QueueFullError:
@@ -75,20 +64,14 @@ class Answer:
             for choice, delta in await generation.next():
                 self._raise_if_failed(delta)
                 parts[choice].append(delta)
-        self._raise_if_only_timed_out([delta for deltas in parts for delta in deltas])
         body = await self.state.in_thread(self._encode, parts)
         return web.Response(body=body, content_type="application/json")
 
     def _encode(self, parts: Sequence[Sequence[OutputDelta]]) -> bytes:
-        wholes = [merge_deltas(deltas) for deltas in parts]
-        usage = self._usage(
-            sum(len(whole.token_ids) for whole in wholes),
-            [whole.num_cached_tokens for whole in wholes],
-        )
-        response = self.form.response(wholes, usage)
+        response = self.call.response(parts)
         if (
-            self.options.params.logprobs is None
-            or usage["completion_tokens"] < _LARGE_ANSWER_TOKENS
+            self.call.options.params.logprobs is None
+            or response["usage"]["completion_tokens"] < _LARGE_ANSWER_TOKENS
         ):
             return encode_json(response).encode()
         pieces = json.JSONEncoder(ensure_ascii=False, allow_nan=False).iterencode(response)
@@ -111,7 +94,7 @@ class Answer:
         cut(self.request)
 
     async def _send_all(self, stream: EventStream, generation: Generation) -> None:
-        for opening in self.form.openings():
+        for opening in self.call.form.openings():
             await self._send(stream, opening)
         num_tokens = 0
         cached = [0] * generation.num_choices
@@ -124,22 +107,24 @@ class Answer:
                 if delta.finish_reason == "timeout" and num_tokens == 0:
                     ends.append((choice, delta))
                 elif self._says_something(delta):
-                    await self._send(stream, self.form.choice_chunk(choice, delta))
+                    await self._send(stream, self.call.form.choice_chunk(choice, delta))
         if num_tokens == 0:
-            self._raise_if_only_timed_out([delta for _, delta in ends])
+            raise_if_only_timed_out([delta for _, delta in ends])
         for choice, delta in ends:
-            await self._send(stream, self.form.choice_chunk(choice, delta))
-        if self.options.include_usage:
-            await stream.send(self.form.chunk([]) | {"usage": self._usage(num_tokens, cached)})
+            await self._send(stream, self.call.form.choice_chunk(choice, delta))
+        if self.call.options.include_usage:
+            await stream.send(
+                self.call.form.chunk([]) | {"usage": self.call.usage(num_tokens, cached)}
+            )
         await stream.done()
 
     async def _send(self, stream: EventStream, chunk: dict[str, Any]) -> None:
-        if self.options.include_usage:
+        if self.call.options.include_usage:
             chunk["usage"] = None
         await stream.send(chunk)
 
     def _says_something(self, delta: OutputDelta) -> bool:
-        shows_ids = self.options.return_token_ids and delta.token_ids
+        shows_ids = self.call.options.return_token_ids and delta.token_ids
         return bool(delta.text or delta.finish_reason or delta.logprobs or shows_ids)
 
     def _raise_if_failed(self, delta: OutputDelta) -> None:
@@ -147,18 +132,6 @@ class Answer:
             if not self.client.is_healthy(float("inf")):
                 raise unavailable(delta.error or "the engine has stopped", "engine_dead")
             raise generation_failed(delta.error)
-
-    def _raise_if_only_timed_out(self, deltas: Sequence[OutputDelta]) -> None:
-        """An answer without a single token is none: the caller hears why."""
-        if any(delta.finish_reason == "timeout" for delta in deltas) and not any(
-            delta.token_ids for delta in deltas
-        ):
-            raise timed_out()
-
-    def _usage(self, num_tokens: int, cached: Sequence[int]) -> dict[str, Any]:
-        # Of each prompt its first choice: the others find what that one has computed.
-        first_choices = cached[:: self.options.params.n]
-        return usage_fields(self.prepared.num_prompt_tokens, num_tokens, sum(first_choices))
 
 
 async def _try_to_fail(stream: EventStream, error: ApiError) -> None:
@@ -181,8 +154,3 @@ def _joined(batch: Sequence[tuple[int, OutputDelta]]) -> list[tuple[int, OutputD
         else:
             by_choice.setdefault(choice, []).append(delta)
     return [(choice, merge_deltas(deltas)) for choice, deltas in by_choice.items()] + errors
-
-
-def make_envelope(prefix: str, model: str) -> Envelope:
-    """A fresh id, and the time as clients expect it (wall clock, seconds)."""
-    return Envelope(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model)
