@@ -6,6 +6,7 @@ from jaxserve.errors import InvalidRequestError
 
 MAX_ROWS_LIMIT = 1024
 SCHEDULING_POLICIES = ("fcfs", "priority", "prefix")
+DEFAULT_KV_MEMORY = 1 << 30  # where no GPU's memory is to be filled
 BATCHING = ("continuous", "static")
 MAX_THREADS = 1024  # that XLA may be told to compute on; a setting of the process, not of an engine
 
@@ -23,7 +24,8 @@ class EngineConfig:
     max_batch_tokens: int = 512  # prefill tokens a step may carry, so no stream waits longer
     max_queue: int = 1024  # waiting requests before 429
     page_size: int = 16  # tokens per KV page
-    kv_memory: int = 1 << 30  # bytes for the KV pool
+    kv_memory: int | None = None  # bytes for the KV pool; None: 1 GiB, or what a GPU has left
+    gpu_memory_utilization: float = 0.9  # share of a GPU's memory to fill
     kv_cache_dtype: str = "auto"  # auto: as dtype; int8: a quarter of float32's memory and reads
     prefix_cache: bool = True  # keep finished prompts' KV; what begins alike is not computed again
     kv_host_memory: int = 0  # bytes of host memory for KV that left the pool; 0: it is dropped
@@ -38,7 +40,9 @@ class EngineConfig:
         _check_range("max_batch_tokens", self.max_batch_tokens, 16, 1 << 20)
         _check_range("max_queue", self.max_queue, 1, 1 << 20)
         _check_range("page_size", self.page_size, 1, 1024)
-        _check_range("kv_memory", self.kv_memory, 1 << 12, 1 << 50)
+        if self.kv_memory is not None:
+            _check_range("kv_memory", self.kv_memory, 1 << 12, 1 << 50)
+        _check_share("gpu_memory_utilization", self.gpu_memory_utilization)
         if self.max_model_len is not None:
             _check_range("max_model_len", self.max_model_len, 2, 1 << 24)
         if self.num_pages is not None:
@@ -63,6 +67,12 @@ class EngineConfig:
 def _check_range(name: str, value: int, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidRequestError(f"{name} is {value!r}; give a whole number {low} to {high}", name)
+
+
+def _check_share(name: str, value: float) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value <= 1:
+        raise InvalidRequestError(f"{name} is {value!r}; give a number above 0, at most 1", name)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

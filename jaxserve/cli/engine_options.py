@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from jaxserve.cli.byte_size import parse_byte_size, show_byte_size
-from jaxserve.config import MAX_THREADS, EngineConfig
+from jaxserve.config import DEFAULT_KV_MEMORY, MAX_THREADS, EngineConfig
 
 _PANEL = "Engine"
 DEFAULT_BODY_SIZE = 16 << 20
@@ -90,13 +90,21 @@ MaxQueue = Annotated[
     _option("--max-queue", "--max-num-queued-reqs", help="Waiting requests; above it: 429."),
 ]
 KVMemory = Annotated[
-    int,
+    int | None,
     _size_option(
         "--kv-memory",
         "--kv-cache-memory-bytes",
         help="Memory of the KV pool, such as 1GiB or 512M.",
         panel=_PANEL,
-        shown_default=show_byte_size(EngineConfig().kv_memory),
+        shown_default=f"{show_byte_size(DEFAULT_KV_MEMORY)} on a CPU, all that is left on a GPU",
+    ),
+]
+GPUMemoryUtilization = Annotated[
+    float,
+    typer.Option(
+        "--gpu-memory-utilization",
+        help="Share of a GPU's memory to fill: weights, steps, and the KV pool with what is left.",
+        rich_help_panel=_PANEL,
     ),
 ]
 PrefixCache = Annotated[

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import DEFAULT_KV_MEMORY, EngineConfig
 from jaxserve.core.buckets import Bucket, bucket_table, prefill_sizes
 from jaxserve.core.kv_layout import kv_layout
 from jaxserve.core.kv_spec import KVSpec
@@ -95,10 +95,11 @@ def resolve_kv_dtype(config: EngineConfig) -> np.dtype:
 def _affordable_pages(config: EngineConfig, bytes_per_token: int, max_model_len: int) -> int:
     """What kv_memory buys, page 0 included, or fewer if all rows could be full with fewer."""
     page_bytes = bytes_per_token * config.page_size
-    affordable = config.kv_memory // page_bytes
+    kv_memory = DEFAULT_KV_MEMORY if config.kv_memory is None else config.kv_memory
+    affordable = kv_memory // page_bytes
     if affordable < 2:
         raise InvalidRequestError(
-            f"kv_memory is {config.kv_memory} bytes and a page of {config.page_size} tokens takes "
+            f"kv_memory is {kv_memory} bytes and a page of {config.page_size} tokens takes "
             f"{page_bytes}; give at least {2 * page_bytes} bytes",
             "kv_memory",
         )

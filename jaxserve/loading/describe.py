@@ -1,6 +1,7 @@
 """What `load_model` would load, from headers alone: no weight is read, no tokenizer is made."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.loading.assemble import param_shapes
@@ -71,7 +72,7 @@ def describe_model(
     else:
         source, read = None, f"{config_file.name} alone, weights drawn at random"
     return DescribedModel(
-        name=served_name(name_or_path, path),
+        name=_folder_name(path) if path.suffix == ".json" else served_name(name_or_path, path),
         model=model,
         config=own,
         params=param_shapes(model, own, source, dtype, weight_layout, quantization),
@@ -79,3 +80,8 @@ def describe_model(
         vocab_size=own.vocab_size,
         max_model_len=own.max_position_embeddings,
     )
+
+
+def _folder_name(config_file: Path) -> str:
+    """A configuration is called what its folder is called."""
+    return config_file.resolve().parent.name

@@ -1,0 +1,125 @@
+"""The engine's own step programs, made from shapes: their memory and operations, nothing run."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxserve.core.buckets import Bucket
+from jaxserve.core.kv_layout import kv_layout
+from jaxserve.core.kv_pool import pool_shapes
+from jaxserve.core.mesh import replicated
+from jaxserve.core.ops import Ops
+from jaxserve.core.program_loader import Program, ProgramLoader
+from jaxserve.core.program_memory import program_memory, step_temporaries
+from jaxserve.engine.batch_builder import build_batch, build_sampling
+from jaxserve.engine.engine_shape import EngineShape
+from jaxserve.engine.plan import Plan
+from jaxserve.engine.programs import LastOutput, Programs
+from jaxserve.loading.describe import DescribedModel
+from jaxserve.sampling import make_state
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Of one step. temporaries: bytes it takes beside parameters, pool and state.
+
+    operations: as XLA counts them in the program, each pass of attention's loops once; None where
+    native kernels hide them.
+    """
+
+    bucket: Bucket
+    temporaries: int
+    operations: int | None
+
+
+class StepPrograms:
+    """The two programs of every bucket, for the devices of a mesh."""
+
+    def __init__(
+        self,
+        model: DescribedModel,
+        shape: EngineShape,
+        ops: Ops,
+        mesh: Mesh,
+        loader: ProgramLoader,
+    ) -> None:
+        layout = kv_layout(model.model.kv_spec(model.config))
+        self._shape = shape
+        self._mesh = mesh
+        self._loader = loader
+        self._programs = Programs(
+            model.model,
+            model.config,
+            ops,
+            vocab_size=model.vocab_size,
+            page_size=shape.page_size,
+            max_rows=shape.max_rows,
+            mesh=mesh,
+        )
+        pool = pool_shapes(layout, shape.num_pages, shape.page_size, shape.kv_dtype)
+        self._params = self._everywhere(model.params)
+        self._pool = self._everywhere(pool)
+        slots, vocab = shape.limits.max_batch_rows + 1, model.vocab_size
+        self._state = self._everywhere(jax.eval_shape(lambda: make_state(slots, vocab)))
+        rows = shape.max_rows
+        self._last = self._everywhere(
+            LastOutput(
+                jax.ShapeDtypeStruct((rows, 1), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
+            )
+        )
+
+    def cost(self, bucket: Bucket) -> StepCost:
+        """Compile the bucket's programs and ask XLA. Takes seconds."""
+        forward = self._forward(bucket)
+        hidden = jax.eval_shape(forward.function, *forward.args)[0]
+        programs = (forward, self._sample(bucket, hidden))
+        memory = [program_memory(self._compiled(program)) for program in programs]
+        known = [one for one in memory if one is not None]
+        assert len(known) == len(memory), "this backend has no memory analysis"
+        return StepCost(bucket, step_temporaries(known), self._operations(programs))
+
+    def _forward(self, bucket: Bucket) -> Program:
+        shape = self._shape
+        batch = build_batch(
+            Plan(),
+            bucket,
+            num_groups=shape.num_groups,
+            pages_per_row=shape.pages_per_row,
+            page_size=shape.page_size,
+        )
+        batch = self._everywhere(batch)
+        return self._programs.forward_program(self._params, self._pool, batch, self._last)
+
+    def _sample(self, bucket: Bucket, hidden: Any) -> Program:
+        sampling = self._everywhere(build_sampling(Plan(), bucket))
+        return self._programs.sample_program(self._params, hidden, sampling, self._state)
+
+    def _compiled(self, program: Program) -> jax.stages.Compiled:
+        with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
+            return self._loader.compile(program).compiled
+
+    def _operations(self, programs: Iterable[Program]) -> int | None:
+        """Counted in the programs as XLA gets them: a GPU's compiled ones call libraries."""
+        if self._programs.ops.name != "reference":
+            return None
+        total = 0.0
+        for program in programs:
+            leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in program.leaves]
+            found = jax.jit(program.on_leaves).lower(*leaves).cost_analysis()
+            total += (found or {}).get("flops", 0.0)
+        return int(total)
+
+    def _everywhere(self, tree: Any) -> Any:
+        place = replicated(self._mesh)
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree
+        )
+
+
+def largest_bucket(table: Iterable[Bucket]) -> Bucket:
+    """The one whose step takes the most memory."""
+    return max(table, key=lambda bucket: (bucket.num_tokens, bucket.num_rows))
