@@ -136,13 +136,14 @@ class KVManager:
         num_tokens - 1, because the last one is always run. Takes nothing."""
         return self._finder.find(request).num_tokens
 
-    def admit(self, request: Request, source: Request | None = None) -> bool:
+    def admit(self, request: Request, source: Request | None = None, *, leave: int = 0) -> bool:
         """Give a waiting request the pages of all its tokens; False: too few, nothing changed.
 
         Windowed groups get what the first max_chunk tokens after the hit need; `grow` brings the
         rest. Sets request.pages and num_computed, and num_cached_tokens if it was never preempted.
         source: a running request that begins with the same tokens: what it has computed is shared
-        if that is more than the cache has.
+        if that is more than the cache has. leave: pages that must be left free for others, beside
+        those that windowed groups of the request will come to need for its tokens.
         """
         assert request not in self._holdings, f"{request.request_id} holds pages already"
         hit = self._finder.find(request, source)
@@ -157,7 +158,10 @@ class KVManager:
         ends = [self.pages_for(self._end(request, hit, window)) for window in self.windows]
         held = [page for pages in shared for page in pages if page]
         num_fresh = sum(pages.count(0) for pages in shared) + sum(ends) - num_full * len(ends)
-        if num_fresh > self.num_free - sum(map(self._allocator.is_idle, held)):
+        num_free = self.num_free - num_fresh - sum(map(self._allocator.is_idle, held))
+        most_later = self.pages_needed(request.num_tokens) - num_fresh - len(held)
+        later = min(most_later, self.pages_for(request.num_tokens) * len(ends) - sum(ends))
+        if num_free < max(later, 0) + leave:
             return False
         self._allocator.share(held)
         node = self._pin_node(request, hit)

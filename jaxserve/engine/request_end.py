@@ -11,11 +11,9 @@ def finish_reason(request: Request, token: int, longest: int) -> tuple[str | Non
     """
     params = request.params
     num_output = len(request.output_token_ids)
-    if num_output > params.min_tokens:
-        if token in request.eos_token_ids and not params.ignore_eos:
-            return "stop", None
-        if token in params.stop_token_ids:
-            return "stop", token
+    is_eos = token in request.eos_token_ids and not params.ignore_eos
+    if (is_eos or token in params.stop_token_ids) and num_output > params.min_tokens:
+        return "stop", None if is_eos else token
     if num_output + len(request.prompt_token_ids) >= longest:
         return "length", None
     return None, None

@@ -34,14 +34,12 @@ class RequestQueues:
         self.waiting = WaitingQueue(policy, manager.match, self.siblings.holds)
         self.running: list[Entry] = []  # in order
         self._entries: dict[str, Entry] = {}
+        self.get = self._entries.get  # by request id; None if it is in no queue
         self._manager = manager
         self._num_added = 0
 
     def __len__(self) -> int:
         return len(self._entries)
-
-    def get(self, request_id: str) -> Entry | None:
-        return self._entries.get(request_id)
 
     def add(self, request: Request, family: str, longest: int) -> None:
         """A new request waits. longest: tokens at which it ends."""
@@ -59,9 +57,11 @@ class RequestQueues:
         return entry.length - max(given, self._manager.match(entry.request))
 
     def enter(self, entry: Entry) -> bool:
-        """A waiting request gets its pages and runs; False if there are too few."""
+        """A waiting request gets its pages and runs; False if there are too few, with those that
+        the running may need next."""
         request = entry.request
-        if not self._manager.admit(request):
+        leave = sum(other.growth for other in self.running)
+        if not self._manager.admit(request, leave=leave):
             return False
         self.waiting.enter(entry)
         insort(self.running, entry, key=order_of)
@@ -99,7 +99,8 @@ class RequestQueues:
         entry.growth = manager.num_groups if entry.longest - 1 > entry.room else 0
         if entry.room < entry.length:  # a windowed group takes its pages chunk by chunk
             held = sum(page > 0 for group in pages for page in group)
-            entry.growth += max(0, manager.pages_needed(entry.length) - held)
+            missing = sum(manager.pages_for(entry.length) - len(group) for group in pages)
+            entry.growth += max(0, min(missing, manager.pages_needed(entry.length) - held))
 
     def _leave_running(self, entry: Entry) -> None:
         index = bisect_left(self.running, entry.order, key=order_of)

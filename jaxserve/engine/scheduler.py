@@ -236,15 +236,16 @@ class Scheduler:
         since are dropped. Requests that finish here leave, and their pages are released.
         """
         committed = []
+        get_entry, commit_pages = self._queues.get, self.manager.commit
         for request, start, num_tokens, samples, epoch in chain(plan.decode, plan.prefill):
-            entry = self._queues.get(request.request_id)
+            entry = get_entry(request.request_id)
             if entry is None or entry.request is not request:
                 continue
             if request.num_preemptions != epoch:
                 continue
             assert start == request.num_computed, "plans must be committed in order"
             request.num_computed = start + num_tokens
-            self.manager.commit(request)
+            commit_pages(request)
             if not samples:
                 continue
             token = tokens[request.request_id]
@@ -360,7 +361,8 @@ class Scheduler:
                 break
             if (prefill_rows <= 0 or tokens <= 0) and self._queues.num_to_compute(entry) > 1:
                 break  # a prompt with one token left takes a decode row
-            if not self._enter(entry):
+            if not self._queues.enter(entry):
+                assert self._running, "a request that fits alone was refused"
                 self._seats = len(entered)  # a static batch is as large as the pool allows
                 break
             entered.append(entry)
@@ -370,18 +372,6 @@ class Scheduler:
         if limits.batching == "static":
             self._seats -= len(entered)
         return entered
-
-    def _enter(self, entry: Entry) -> bool:
-        """Make a waiting request a running one; False if there are too few pages for it."""
-        if self._running and self._pages_to_leave(entry) > self.manager.num_free:
-            return False
-        entered = self._queues.enter(entry)
-        assert entered or self._running, "a request that fits alone was refused"
-        return entered
-
-    def _pages_to_leave(self, entry: Entry) -> int:
-        """Pages that must be free when a newcomer enters: its own and those left to the running."""
-        return self.manager.pages_needed(entry.length) + sum(e.growth for e in self._running)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the invariants at the top of this file hold."""
