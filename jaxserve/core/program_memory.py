@@ -1,9 +1,11 @@
 """What a compiled program needs beside its arguments, by XLA's own analysis."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -30,4 +32,11 @@ def step_temporaries(programs: Iterable[ProgramMemory]) -> int:
     programs = tuple(programs)
     return max(program.temporaries for program in programs) + sum(
         program.results for program in programs
+    )
+
+
+def tree_bytes(tree: object) -> int:
+    """Bytes of all arrays, or shapes, of a tree."""
+    return sum(
+        math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree)
     )

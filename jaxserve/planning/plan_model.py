@@ -13,14 +13,14 @@ from jaxserve.core.machine_memory import machine_memory
 from jaxserve.core.mesh import make_mesh
 from jaxserve.core.program_loader import ProgramLoader, program_store
 from jaxserve.engine.engine_shape import EngineShape
+from jaxserve.engine.step_cost import StepPrograms, largest_bucket
 from jaxserve.loading.describe import DescribedModel, describe_model
 from jaxserve.loading.model_cache import home
 from jaxserve.loading.quantize_on_load import kept_layout
 from jaxserve.planning import h200
 from jaxserve.planning.cpu_speed import measured_cpu
 from jaxserve.planning.devices import Device, find_gpu
-from jaxserve.planning.serving_plan import ServingPlan, make_plan
-from jaxserve.planning.steps import StepCost, StepPrograms, largest_bucket
+from jaxserve.planning.serving_plan import ServingPlan, StepCost, make_plan
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,8 @@ def _measure(
         say(f"compiling {bucket.name} for {target.device.title} ...")
         ops = make_ops(target.backend, described.model.kv_spec(described.config))
         assert target.mesh is not None
-        return StepPrograms(described, shape, ops, target.mesh(), target.loader).cost(bucket)
+        steps = StepPrograms(described, shape, ops, target.mesh(), target.loader)
+        return StepCost(bucket, steps.temporaries(bucket), steps.operations(bucket))
 
     return measure
 

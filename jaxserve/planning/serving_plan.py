@@ -9,18 +9,18 @@ from jaxserve.config import DEFAULT_KV_MEMORY, EngineConfig
 from jaxserve.core.buckets import Bucket
 from jaxserve.core.kv_layout import KVLayout, kv_layout
 from jaxserve.core.kv_spec import KVSpec
+from jaxserve.core.program_memory import tree_bytes
 from jaxserve.engine.engine_shape import EngineShape, engine_shape
 from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.memory_plan import MemoryPlan, pool_budget
+from jaxserve.engine.step_cost import largest_bucket
 from jaxserve.loading.describe import DescribedModel
 from jaxserve.planning.devices import Device
 from jaxserve.planning.roofline import DecodeStep, decode_step, kv_bytes, prefill_rate
-from jaxserve.planning.steps import StepCost, largest_bucket
 from jaxserve.planning.weights import (
     TokenWork,
     WeightKind,
     token_work,
-    weight_bytes,
     weight_kinds,
     widest_matrix,
 )
@@ -28,6 +28,16 @@ from jaxserve.planning.weights import (
 CONTEXTS = (1024, 4096, 8192, 32_768)
 BATCHES = (1, 8, 64)
 _COUNT_BYTES = 5  # of the sampling state, a token of the vocabulary and slot: bool and int32
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What XLA says of one step; see `StepPrograms`."""
+
+    bucket: Bucket
+    temporaries: int
+    operations: int | None
+
 
 Measure = Callable[[EngineShape], StepCost]  # the largest bucket's, compiled
 
@@ -165,7 +175,7 @@ def _memory(
     model: DescribedModel, device: Device, config: EngineConfig, temporaries: int
 ) -> MemoryPlan:
     """The pool as large as it may be."""
-    weights = weight_bytes(model.params)
+    weights = tree_bytes(model.params)
     state = (config.max_batch_rows + 1) * model.vocab_size * _COUNT_BYTES
     usable = None
     pool = DEFAULT_KV_MEMORY

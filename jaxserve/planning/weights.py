@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
+from jaxserve.core.program_memory import tree_bytes
 from jaxserve.models.base import Config, ModelDef, Params, ParamSpec
 from pallas_kernels.quantized_matmul import QuantizedArray, StackedRows
 
@@ -48,14 +50,6 @@ def weight_kinds(params: Params) -> tuple[WeightKind, ...]:
     return tuple(sorted(kinds, key=lambda kind: -kind.num_bytes))
 
 
-def weight_bytes(params: Params) -> int:
-    """Bytes of a tree of arrays or shapes."""
-    return sum(
-        math.prod(leaf.shape) * jax.numpy.dtype(leaf.dtype).itemsize
-        for leaf in jax.tree.leaves(params)
-    )
-
-
 def token_work(model: ModelDef, config: Config) -> TokenWork:
     """By the model's specs: every matrix multiplies every token, a table of the vocabulary only
     where logits are made."""
@@ -87,9 +81,9 @@ def _pieces(leaf: Any) -> Iterator[tuple[str, int, int]]:
         for piece in leaf.pieces:
             yield from _pieces(piece)
     elif isinstance(leaf, QuantizedArray):
-        yield _name(leaf), math.prod(leaf.shape), weight_bytes(leaf)
+        yield _name(leaf), math.prod(leaf.shape), tree_bytes(leaf)
     else:
-        yield jax.numpy.dtype(leaf.dtype).name, math.prod(leaf.shape), weight_bytes(leaf)
+        yield np.dtype(leaf.dtype).name, math.prod(leaf.shape), tree_bytes(leaf)
 
 
 def _name(packed: QuantizedArray) -> str:

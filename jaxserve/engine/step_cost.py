@@ -1,7 +1,6 @@
 """The engine's own step programs, made from shapes: their memory and operations, nothing run."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,20 +19,8 @@ from jaxserve.engine.engine_shape import EngineShape
 from jaxserve.engine.plan import Plan
 from jaxserve.engine.programs import LastOutput, Programs
 from jaxserve.loading.describe import DescribedModel
+from jaxserve.loading.loaded_model import LoadedModel
 from jaxserve.sampling import make_state
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """Of one step. temporaries: bytes it takes beside parameters, pool and state.
-
-    operations: as XLA counts them in the program, each pass of attention's loops once; None where
-    native kernels hide them.
-    """
-
-    bucket: Bucket
-    temporaries: int
-    operations: int | None
 
 
 class StepPrograms:
@@ -41,7 +28,7 @@ class StepPrograms:
 
     def __init__(
         self,
-        model: DescribedModel,
+        model: LoadedModel | DescribedModel,
         shape: EngineShape,
         ops: Ops,
         mesh: Mesh,
@@ -72,15 +59,32 @@ class StepPrograms:
             )
         )
 
-    def cost(self, bucket: Bucket) -> StepCost:
-        """Compile the bucket's programs and ask XLA. Takes seconds."""
-        forward = self._forward(bucket)
-        hidden = jax.eval_shape(forward.function, *forward.args)[0]
-        programs = (forward, self._sample(bucket, hidden))
-        memory = [program_memory(self._compiled(program)) for program in programs]
+    def temporaries(self, bucket: Bucket) -> int:
+        """Bytes a step takes beside parameters, pool and state, by XLA. Compiles: takes seconds."""
+        memory = [program_memory(self._compiled(program)) for program in self._both(bucket)]
         known = [one for one in memory if one is not None]
         assert len(known) == len(memory), "this backend has no memory analysis"
-        return StepCost(bucket, step_temporaries(known), self._operations(programs))
+        return step_temporaries(known)
+
+    def operations(self, bucket: Bucket) -> int | None:
+        """As XLA counts them in the programs it is given, each pass of attention's loops once.
+
+        None where native kernels hide them. Nothing is compiled: compiled programs for a GPU call
+        libraries, in which they cannot be counted.
+        """
+        if self._programs.ops.name != "reference":
+            return None
+        total = 0.0
+        for program in self._both(bucket):
+            leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in program.leaves]
+            found = jax.jit(program.on_leaves).lower(*leaves).cost_analysis()
+            total += (found or {}).get("flops", 0.0)
+        return int(total)
+
+    def _both(self, bucket: Bucket) -> tuple[Program, Program]:
+        forward = self._forward(bucket)
+        hidden = jax.eval_shape(forward.function, *forward.args)[0]
+        return forward, self._sample(bucket, hidden)
 
     def _forward(self, bucket: Bucket) -> Program:
         shape = self._shape
@@ -101,17 +105,6 @@ class StepPrograms:
     def _compiled(self, program: Program) -> jax.stages.Compiled:
         with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
             return self._loader.compile(program).compiled
-
-    def _operations(self, programs: Iterable[Program]) -> int | None:
-        """Counted in the programs as XLA gets them: a GPU's compiled ones call libraries."""
-        if self._programs.ops.name != "reference":
-            return None
-        total = 0.0
-        for program in programs:
-            leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in program.leaves]
-            found = jax.jit(program.on_leaves).lower(*leaves).cost_analysis()
-            total += (found or {}).get("flops", 0.0)
-        return int(total)
 
     def _everywhere(self, tree: Any) -> Any:
         place = replicated(self._mesh)
