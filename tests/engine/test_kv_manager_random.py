@@ -130,7 +130,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert self.simulation.manager.num_free == self.simulation.manager.num_pages - 1
 
     def teardown(self) -> None:
-        for run in list(getattr(self, "simulation", None) and self.running or ()):
+        for run in list((getattr(self, "simulation", None) and self.running) or ()):
             self.simulation.end(run)
         if hasattr(self, "simulation"):
             assert self.simulation.manager.num_used == 0

@@ -90,7 +90,7 @@ class KVSimulation:
         """Run what is planned: the transfers, then all writes, then all reads."""
         self.apply(self.manager.take_transfers())
         for run in self.newcomers:
-            self.check_context(run, run.scheduled)
+            self.check_context(run, run.scheduled, 0)
         for run, size, _ in self.planned:
             for position in range(run.scheduled, run.scheduled + size):
                 self.write(run, position)
@@ -179,9 +179,9 @@ class KVSimulation:
             assert pages[index] > 0, "a write into a page that was given back"
             self.pool[pages[index]][offset] = self.expected(run, group, position)
 
-    def check_context(self, run: Run, stop: int, num_queries: int = 1) -> None:
-        """What the queries at the last num_queries positions before `stop` see, or what the query
-        at `stop` will see, is there."""
+    def check_context(self, run: Run, stop: int, num_queries: int) -> None:
+        """What the queries at the last num_queries positions before `stop` see is there; with 0,
+        what the query at `stop` will see."""
         size = self.manager.page_size
         for group, window in enumerate(self.manager.windows):
             first = 0 if window is None else max(0, stop - num_queries - window + 1)
