@@ -100,11 +100,6 @@ class KVLayout:
 
 
 def kv_layout(spec: KVSpec) -> KVLayout:
-    """The layout the engine uses: one table, as long as the scheduler gives all groups one list."""
-    return single_table(spec)
-
-
-def group_tables(spec: KVSpec) -> KVLayout:
     """The layout of a model's KV (see the top of this file)."""
     shapes = {ArrayShape(group.num_kv_heads, group.head_dim) for group in spec.groups}
     if len(shapes) > 1:

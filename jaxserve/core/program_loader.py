@@ -31,8 +31,9 @@ _THREADS = 2
 class Program:
     """A function on trees of arrays, for arguments of one shape.
 
-    args: trees of arrays or of shapes; the argument number `donated` is given away. result: a tree
-    of anything, of the structure the function returns; shardings: the same tree of places.
+    args: trees of arrays or of shapes; the argument number `donated`, if any, is given away.
+    result: a tree of anything, of the structure the function returns; shardings: the same tree of
+    places.
     identity: whatever the function does, beside `args` and our source, depends on; None: unknown.
     keep: whether the trace may be stored (only programs of one device are).
     """
@@ -40,7 +41,7 @@ class Program:
     name: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    donated: int
+    donated: int | None
     result: Any
     shardings: Any
     identity: Any
@@ -57,6 +58,8 @@ class Program:
     @property
     def donated_leaves(self) -> range:
         """Which of `leaves` are given away."""
+        if self.donated is None:
+            return range(0)
         start = len(jax.tree.leaves(self.args[: self.donated]))
         return range(start, start + len(jax.tree.leaves(self.args[self.donated])))
 

@@ -1,4 +1,4 @@
-"""The programs of an engine: two per bucket and two for rare events, all ahead of time.
+"""The programs of an engine: two per bucket and a few for rare events, all ahead of time.
 
 forward: tokens -> hidden states at the sampled positions, pool donated.
 sample: hidden -> logits -> tokens, sampling state donated.
@@ -27,6 +27,7 @@ from jaxserve.core.step_batch import (
     StepOutput,
     resolve_previous,
 )
+from jaxserve.engine.page_programs import BATCH, copy_pages, read_pages, write_pages
 from jaxserve.models.base import Config, ModelDef, Params
 from jaxserve.sampling import sample, set_slot
 
@@ -93,7 +94,7 @@ class Programs:
         self, params: Params, pool: KVPool, batch: StepBatch, last: LastOutput
     ) -> Program:
         """`forward` for this batch's bucket; the pool is donated."""
-        places = (replicated(self.mesh), pool_shardings(self.mesh, pool))
+        places = (replicated(self.mesh), self._places(pool))
         return self._program("forward", self.forward, (params, pool, batch, last), 1, places)
 
     def sample_program(
@@ -111,13 +112,34 @@ class Programs:
     def scrub_program(self, pool: KVPool, num_pages: int) -> Program:
         """`scrub_pages` for that many pages; the pool is donated."""
         args = (pool, np.zeros(num_pages, np.int32))
-        return self._program("scrub", scrub_pages, args, 0, pool_shardings(self.mesh, pool))
+        return self._program("scrub", scrub_pages, args, 0, self._places(pool))
+
+    def copy_program(self, pool: KVPool) -> Program:
+        """`copy_pages`; the pool is donated."""
+        ids = np.zeros(BATCH, np.int32)
+        return self._program("copy", copy_pages, (pool, ids, ids), 0, self._places(pool))
+
+    def read_program(self, pool: KVPool) -> Program:
+        """`read_pages`; nothing is donated."""
+        ids = np.zeros(BATCH, np.int32)
+        return self._program("read", read_pages, (pool, ids), None, self._places(pool))
+
+    def write_program(self, pool: KVPool) -> Program:
+        """`write_pages`; the pool is donated."""
+        contents = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((BATCH, *leaf.shape[1:]), leaf.dtype), pool
+        )
+        args = (pool, np.zeros(BATCH, np.int32), contents)
+        return self._program("write", write_pages, args, 0, self._places(pool))
 
     def set_slot_program(self, state: SamplingState) -> Program:
         """`set_slot`; the sampling state is donated."""
         vocab = self.vocab_size
         args = (state, np.int32(0), np.zeros(vocab, bool), np.zeros(vocab, np.int32))
         return self._program("set_slot", set_slot, args, 0, self._everywhere(state))
+
+    def _places(self, pool: KVPool) -> KVPool:
+        return pool_shardings(self.mesh, pool)
 
     def _everywhere(self, tree: Any) -> Any:
         return jax.tree.map(lambda _: replicated(self.mesh), tree)
@@ -127,7 +149,7 @@ class Programs:
         name: str,
         function: Callable[..., Any],
         args: tuple[Any, ...],
-        donated: int,
+        donated: int | None,
         places: Any,
     ) -> Program:
         model, config, ops = self.model, self.config, self.ops

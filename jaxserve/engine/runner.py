@@ -5,7 +5,7 @@ The only place that calls XLA while serving. A step is dispatched asynchronously
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +23,13 @@ from jaxserve.core.kv_spec import KVSpec
 from jaxserve.core.mesh import place_params, pool_shardings, replicated
 from jaxserve.core.program_loader import CompiledProgram, Leaves, Lowered, Program, ProgramLoader
 from jaxserve.core.step_batch import SamplingBatch, SamplingState, StepBatch, StepOutput
+from jaxserve.engine.page_programs import BATCH, PageContents, PagesHandle, batches, padded
 from jaxserve.engine.programs import LastOutput, Programs
 from jaxserve.models.base import Params
 from jaxserve.sampling import make_state
 
 _COMPILE_THREADS = 2
+_HELPERS = ("set_slot", "copy", "scrub", "read", "write")
 
 MakeInputs = Callable[[Bucket], tuple[StepBatch, SamplingBatch]]
 Progress = Callable[[str], None]
@@ -95,8 +97,7 @@ class Runner:
         self._pages_per_row = pages_per_row
         # The forward program of a bucket, the sample program of a number of rows.
         self._compiled: dict[Bucket | int, CompiledProgram] = {}
-        self._scrub: Future[CompiledProgram] = Future()
-        self._set_slot: Future[CompiledProgram] = Future()
+        self._helpers: dict[str, Future[CompiledProgram]] = {name: Future() for name in _HELPERS}
         self._arriving = threading.Lock()
         self._buckets: tuple[Bucket, ...] = ()
         self._compiled_late = 0
@@ -200,14 +201,18 @@ class Runner:
 
     def load_helpers(self) -> None:
         """Compile the small programs that only rare events need; those wait for them."""
-        _, pages, _, state = self._shapes
-        scrub = self._programs.scrub_program(pages, self._pages_per_row)
-        for future, program in (
-            (self._set_slot, self._programs.set_slot_program(state)),
-            (self._scrub, scrub),
-        ):
+        _, pool, _, state = self._shapes
+        programs = self._programs
+        make: dict[str, Callable[[], Program]] = {
+            "set_slot": lambda: programs.set_slot_program(state),
+            "copy": lambda: programs.copy_program(pool),
+            "scrub": lambda: programs.scrub_program(pool, self._pages_per_row),
+            "read": lambda: programs.read_program(pool),
+            "write": lambda: programs.write_program(pool),
+        }
+        for name, future in self._helpers.items():
             try:
-                future.set_result(self._loader.compile(program))
+                future.set_result(self._loader.compile(make[name]()))
             except Exception as error:  # whatever XLA raises: for who needs the program
                 future.set_exception(error)
 
@@ -223,17 +228,52 @@ class Runner:
 
     def set_counts(self, slot: int, in_prompt: np.ndarray, output_counts: np.ndarray) -> None:
         """Fill a penalty slot: in_prompt [V] bool, output_counts [V] int32."""
-        program = self._set_slot.result()
+        program = self._helpers["set_slot"].result()
         self._state = program(self._state, np.int32(slot), in_prompt, output_counts)
 
     def scrub(self, pages: list[int]) -> None:
         """Zero pages that may hold NaN before they are handed out again."""
-        program = self._scrub.result()
+        program = self._helpers["scrub"].result()
         for start in range(0, len(pages), self._pages_per_row):
             ids = np.zeros(self._pages_per_row, np.int32)
             part = pages[start : start + self._pages_per_row]
             ids[: len(part)] = part
             self._pool = program(self._pool, ids)
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages, [(from, to)], in every array: all are read before any is written."""
+        sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        if len(pairs) > BATCH and not set(sources).isdisjoint(targets):
+            self._copy_in_two_passes(sources, targets)
+            return
+        program = self._helpers["copy"].result()
+        read, written = batches(sources, padding=0), batches(targets, padding=self._num_pages)
+        for (_, _, source_ids), (_, _, target_ids) in zip(read, written, strict=True):
+            self._pool = program(self._pool, source_ids, target_ids)
+
+    def _copy_in_two_passes(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """What one batch writes another one reads: so everything is read first."""
+        contents = self.read_pages(sources).parts
+        program = self._helpers["write"].result()
+        written = batches(targets, padding=self._num_pages)
+        for (_, part), (_, _, ids) in zip(contents, written, strict=True):
+            self._pool = program(self._pool, ids, part)
+
+    def read_pages(self, pages: Sequence[int]) -> PagesHandle:
+        """Fetch pages as they are after the last dispatch; does not wait."""
+        program = self._helpers["read"].result()
+        return PagesHandle(
+            tuple(
+                (number, program(self._pool, ids)) for _, number, ids in batches(pages, padding=0)
+            )
+        )
+
+    def write_pages(self, pages: Sequence[int], contents: PageContents) -> None:
+        """Fill pages with what `read_pages` gave. `contents` may be read until the next step ends,
+        so its arrays are not to be changed."""
+        program = self._helpers["write"].result()
+        for first, number, ids in batches(pages, padding=self._num_pages):
+            self._pool = program(self._pool, ids, padded(contents, first, number))
 
     def forward_aliases_pool(self, bucket: Bucket) -> bool:
         """Whether XLA really updates the pool in place in this bucket's program."""
