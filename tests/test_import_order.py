@@ -24,6 +24,7 @@ LAYERS = (
     ("jaxserve.engine",),
     ("jaxserve.llm",),
     ("jaxserve.server", "jaxserve.bench", "jaxserve.eval", "jaxserve.planning"),
+    ("jaxserve.batch",),
     ("jaxserve.cli",),
     ("jaxserve.__main__",),
     ("jaxserve",),  # the package itself hands out LLM and SamplingParams

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from jaxserve.cli import bench, chat, evaluate, generate, plan, pull, serve
+from jaxserve.cli import batch, bench, chat, evaluate, generate, plan, pull, serve
 from jaxserve.cli.garbage import collect_rarely
 
 app = typer.Typer(
@@ -35,7 +35,7 @@ def _options(
     """Options of the command itself."""
 
 
-for module in (serve, chat, generate, pull, plan, bench, evaluate):
+for module in (serve, chat, generate, batch, pull, plan, bench, evaluate):
     module.register(app)
 
 

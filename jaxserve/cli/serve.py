@@ -75,6 +75,7 @@ def serve_command(
     max_batch_tokens: opt.MaxBatchTokens = opt.DEFAULTS.max_batch_tokens,
     max_queue: opt.MaxQueue = opt.DEFAULTS.max_queue,
     kv_memory: opt.KVMemory = opt.DEFAULTS.kv_memory,
+    gpu_memory_utilization: opt.GPUMemoryUtilization = opt.DEFAULTS.gpu_memory_utilization,
     kv_cache_dtype: opt.KVCacheDtype = "auto",
     kv_host_memory: opt.KVHostMemory = opt.DEFAULTS.kv_host_memory,
     prefix_cache: opt.PrefixCache = opt.DEFAULTS.prefix_cache,
