@@ -9,8 +9,9 @@ import numpy as np
 
 from jaxserve.config import DEFAULT_KV_MEMORY, EngineConfig
 from jaxserve.core.buckets import Bucket, bucket_table, prefill_sizes
-from jaxserve.core.kv_layout import kv_layout
+from jaxserve.core.kv_layout import KVLayout, kv_layout
 from jaxserve.core.kv_spec import KVSpec
+from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.plan import Limits
 from jaxserve.errors import InvalidRequestError
 
@@ -22,10 +23,15 @@ class WithContext(Protocol):
     def max_model_len(self) -> int: ...
 
 
+# With the prefix cache, the most requests of full length that have ended whose KV is kept for each
+# that may run. More would cost memory that serves nobody for long.
+_ENDED_PER_ROW = 3
+
+
 @dataclass(frozen=True)
 class EngineShape:
-    """kv_dtype: of the pool. num_pages counts page 0, which is never handed out; pages_per_row is
-    a row's longest."""
+    """kv_dtype: of the pool. num_pages counts page 0, which is never handed out; num_groups are
+    table groups (kv_layout.py); pages_per_row is a row's longest."""
 
     dtype: np.dtype
     kv_dtype: np.dtype
@@ -50,11 +56,14 @@ def engine_shape(
     dtype = resolve_dtype(config.dtype)
     kv_dtype = resolve_kv_dtype(config)
     max_model_len = min(model.max_model_len, config.max_model_len or model.max_model_len)
+    layout = kv_layout(kv_spec)
+    longest_chunk = min(max_chunk or config.max_batch_tokens, config.max_batch_tokens)
     num_pages = config.num_pages or _affordable_pages(
-        config, kv_spec.bytes_per_token(kv_dtype.itemsize), max_model_len
+        config,
+        layout.page_bytes(config.page_size, kv_dtype.itemsize),
+        KVManager(2, config.page_size, layout.windows, max_chunk=longest_chunk),
+        max_model_len,
     )
-    # The last token of a request needs no KV, so a full pool can still draw one.
-    longest_row = min(max_model_len, (num_pages - 1) * config.page_size + 1)
     buckets = bucket_table(config.max_batch_rows, config.max_batch_tokens)
     limits = Limits(
         max_batch_rows=config.max_batch_rows,
@@ -70,8 +79,8 @@ def engine_shape(
         kv_dtype=kv_dtype,
         page_size=config.page_size,
         num_pages=num_pages,
-        num_groups=kv_layout(kv_spec).num_tables,
-        pages_per_row=-(-longest_row // config.page_size),
+        num_groups=layout.num_tables,
+        pages_per_row=_pages_per_row(layout, num_pages, config.page_size, max_model_len),
         max_model_len=max_model_len,
         buckets=buckets,
         limits=limits,
@@ -92,16 +101,28 @@ def resolve_kv_dtype(config: EngineConfig) -> np.dtype:
     return resolve_dtype(config.dtype)
 
 
-def _affordable_pages(config: EngineConfig, bytes_per_token: int, max_model_len: int) -> int:
-    """What kv_memory buys, page 0 included, or fewer if all rows could be full with fewer."""
-    page_bytes = bytes_per_token * config.page_size
+def _pages_per_row(layout: KVLayout, num_pages: int, page_size: int, max_model_len: int) -> int:
+    """Pages of the longest row, in one table: groups without a window hold all of them."""
+    longest, whole = max_model_len, layout.windows.count(None)
+    if whole:
+        # The last token of a request needs no KV, so a full pool can still draw one.
+        longest = min(longest, (num_pages - 1) // whole * page_size + 1)
+    return -(-longest // page_size)
+
+
+def _affordable_pages(
+    config: EngineConfig, page_bytes: int, manager: KVManager, max_model_len: int
+) -> int:
+    """What kv_memory buys, page 0 included, or fewer if fewer serve as well: enough for all rows
+    to be full, and with the prefix cache for the KV of some more requests that have ended."""
     kv_memory = DEFAULT_KV_MEMORY if config.kv_memory is None else config.kv_memory
     affordable = kv_memory // page_bytes
-    if affordable < 2:
+    fewest = manager.pages_needed(1) + 1
+    if affordable < fewest:
         raise InvalidRequestError(
             f"kv_memory is {kv_memory} bytes and a page of {config.page_size} tokens takes "
-            f"{page_bytes}; give at least {2 * page_bytes} bytes",
+            f"{page_bytes}; give at least {fewest * page_bytes} bytes",
             "kv_memory",
         )
-    useful = config.max_batch_rows * -(-max_model_len // config.page_size) + 1
-    return min(affordable, useful)
+    requests = config.max_batch_rows * (1 + _ENDED_PER_ROW * config.prefix_cache)
+    return min(affordable, requests * manager.pages_needed(max_model_len) + 1)

@@ -70,6 +70,11 @@ class PagesHandle:
     def num_pages(self) -> int:
         return sum(number for number, _ in self.parts)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `result` would not wait."""
+        return all(leaf.is_ready() for _, pages in self.parts for leaf in jax.tree.leaves(pages))
+
     def result(self) -> PageContents:
         """Wait for the pages. The arrays are not to be written to."""
         fetched = [
