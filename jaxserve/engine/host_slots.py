@@ -14,7 +14,7 @@ class HostSlots:
     """num_slots slots, each free, or owned by one (node, group).
 
     Pinned slots are read by a load of the batch that is being planned: they are neither handed out
-    nor found by `take` until `unpin`.
+    nor found by `oldest` until `unpin`.
     """
 
     def __init__(self, num_slots: int) -> None:

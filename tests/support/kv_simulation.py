@@ -1,7 +1,7 @@
 """A KV manager driven as a scheduler drives it, over a simulated pool whose contents are known.
 
 What a model keeps for position p of a sequence depends on all its tokens up to p, its salt, its
-adapter and the group; so that is what the simulated pool holds in a page's slot. Every step
+adapter and the group; so a hash of these is what the simulated pool holds in a page's slot. A step
 checks that each query finds exactly this for every position its window shows, whatever was shared,
 copied, evicted, stored and loaded. Pages and slots that are free hold garbage.
 """
@@ -14,7 +14,8 @@ from jaxserve.engine.plan import Transfers
 from jaxserve.engine.request import Request
 from jaxserve.sampling_params import SamplingParams
 
-GARBAGE = ("garbage",)
+GARBAGE = -1
+PAGE = 4  # tokens a page, in tests of single rules
 
 
 @dataclass(eq=False)
@@ -92,8 +93,7 @@ class KVSimulation:
         for run in self.newcomers:
             self.check_context(run, run.scheduled, 0)
         for run, size, _ in self.planned:
-            for position in range(run.scheduled, run.scheduled + size):
-                self.write(run, position)
+            self.write(run, run.scheduled, run.scheduled + size)
         for run, size, samples in self.planned:
             run.scheduled += size
             self.check_context(run, run.scheduled, size)
@@ -112,7 +112,7 @@ class KVSimulation:
             if samples:
                 run.request.output_token_ids.append(run.draws.pop(0))
             self.manager.commit(run.request)
-            self.check()
+        self.check()
 
     def run_to(self, run: Run, num_tokens: int) -> None:
         """Steps of this request alone, until it has num_tokens tokens, all but one computed."""
@@ -167,17 +167,22 @@ class KVSimulation:
         for slot, page in transfers.loads:
             self.pool[page][:] = self.host[slot]
 
-    def expected(self, run: Run, group: int, position: int) -> tuple[object, ...]:
-        request = run.request
-        return (
-            group, request.cache_salt, request.adapter_id, *run.tokens[: position + 1]
-        )  # fmt: skip
+    def contents(self, run: Run, group: int) -> list[int]:
+        """What the pool must hold for each token of the request."""
+        value = hash((group, run.request.cache_salt, run.request.adapter_id))
+        contents = []
+        for token in run.tokens:
+            value = hash((value, token))
+            contents.append(value)
+        return contents
 
-    def write(self, run: Run, position: int) -> None:
-        index, offset = divmod(position, self.manager.page_size)
+    def write(self, run: Run, start: int, stop: int) -> None:
         for group, pages in enumerate(run.request.pages):
-            assert pages[index] > 0, "a write into a page that was given back"
-            self.pool[pages[index]][offset] = self.expected(run, group, position)
+            contents = self.contents(run, group)
+            for position in range(start, stop):
+                index, offset = divmod(position, self.manager.page_size)
+                assert pages[index] > 0, "a write into a page that was given back"
+                self.pool[pages[index]][offset] = contents[position]
 
     def check_context(self, run: Run, stop: int, num_queries: int) -> None:
         """What the queries at the last num_queries positions before `stop` see is there; with 0,
@@ -185,12 +190,11 @@ class KVSimulation:
         size = self.manager.page_size
         for group, window in enumerate(self.manager.windows):
             first = 0 if window is None else max(0, stop - num_queries - window + 1)
-            for position in range(first, stop):
-                page = run.request.pages[group][position // size]
-                found = self.pool[page][position % size]
-                assert found == self.expected(run, group, position), (
-                    f"group {group}, position {position}: {found}"
-                )
+            pages = run.request.pages[group]
+            found = [self.pool[pages[i // size]][i % size] for i in range(first, stop)]
+            assert found == self.contents(run, group)[first:stop], (
+                f"{run.request.request_id}, group {group}, tokens {first} to {stop}"
+            )
 
     def spoil_free(self) -> None:
         """Nobody may rely on what is free once the batch has run."""
@@ -206,3 +210,28 @@ class KVSimulation:
         assert self.manager.num_used == len(held - {0})
         total = self.manager.num_pages - 1
         assert self.manager.num_free == total - self.manager.num_used
+
+
+def tokens(count: int, first: int = 0) -> list[int]:
+    return list(range(first, first + count))
+
+
+def start(simulation: KVSimulation, name: str, ids: list[int], **options: object) -> Run:
+    """Admit a request and run its prompt; one token is drawn."""
+    source = options.pop("source", None)
+    run = simulation.admit(make_request(name, ids, **options), source)  # type: ignore[arg-type]
+    assert run is not None
+    simulation.run_to(run, len(ids) + 1)
+    return run
+
+
+def finished(simulation: KVSimulation, name: str, ids: list[int], **options: object) -> Run:
+    """Like `start`, and the request ends."""
+    run = start(simulation, name, ids, **options)
+    simulation.end(run)
+    return run
+
+
+def matched(simulation: KVSimulation, ids: list[int], **options: object) -> int:
+    """How many tokens of such a prompt are cached."""
+    return simulation.manager.match(make_request("probe", ids, **options))  # type: ignore[arg-type]
