@@ -1,7 +1,9 @@
 """`jaxserve batch`: a file of requests in OpenAI's batch format, answered line by line."""
 
 import contextlib
+import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -107,9 +109,7 @@ def _answer(
     try:
         with results:
             if left:
-                from jaxserve.cli.engine_start import start_engine
-
-                started = start_engine(options, say)
+                started = _start(options)
                 try:
                     _run(source, results, started, names, options.config)
                 finally:
@@ -123,6 +123,17 @@ def _answer(
             "the same command again goes on from here"
         )
         raise
+
+
+def _start(options: opt.EngineOptions) -> "StartedEngine":
+    from jaxserve.cli.engine_start import start_engine
+
+    try:
+        return start_engine(options, say)
+    except KeyboardInterrupt:
+        say("stopped while loading; nothing was asked yet")
+        sys.stderr.flush()
+        os._exit(130)  # XLA may be compiling on another thread, and cannot be interrupted
 
 
 def _run(

@@ -12,7 +12,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from jaxserve.cli import engine_start
+from jaxserve.cli import batch, engine_start
 from jaxserve.cli.main import app
 from tests.support.client_harness import eventually
 from tests.support.fake_start import FakeStart
@@ -136,6 +136,22 @@ def test_stopped_by_a_signal_and_gone_on_with(
     assert f"has {done} results; {30 - done} lines are left" in result.stderr
     assert custom_ids(out) == sorted(f"r{n}" for n in range(30))
     assert len(start.engines[1].added) == 30 - done
+
+
+def test_stopped_while_loading_ends_at_once(
+    start: FakeStart, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(batch.os, "_exit", leave)
+    start.error = KeyboardInterrupt()  # type: ignore[assignment]
+    source, out = write(tmp_path / "in", 3), tmp_path / "out"
+    result = run(source, out)
+    assert result.exit_code == 130
+    assert "stopped while loading" in result.stderr
+    start.error = None
+    assert run(source, out).exit_code == 0
 
 
 def test_full_disk_is_one_line_and_exit_status_1(

@@ -159,8 +159,10 @@ async def test_b34_masked_alternatives_stay_strict_json(server: RunningServer) -
 
 async def test_b43_usage_counts_each_prompt_once(server: RunningServer) -> None:
     body = {"prompt": ["abc", "defgh"], "n": 2, "max_tokens": 3, "ignore_eos": True}
+    before = await server.metric("prompt_tokens_total")
     usage = (await server.complete(**body))["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"]) == (4 + 6, 4 * 3)
+    assert await server.metric("prompt_tokens_total") == before + 4 + 6
 
 
 async def test_many_at_once_all_finish(server: RunningServer) -> None:
