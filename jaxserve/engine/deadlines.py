@@ -15,6 +15,10 @@ class Deadlines:
         self._num_added = 0
         self._compact_at = _MIN_COMPACT
 
+    def __len__(self) -> int:
+        """Deadlines kept, those of ended requests included."""
+        return len(self._heap)
+
     def add(self, request: Request) -> None:
         """Watch a request until it ends."""
         if request.deadline is None:

@@ -16,6 +16,7 @@ from jaxserve.core.mesh import make_mesh
 from jaxserve.core.program_loader import ProgramLoader
 from jaxserve.core.step_batch import SamplingBatch, StepBatch
 from jaxserve.engine.engine_shape import engine_shape
+from jaxserve.engine.host_pages import HostPages, slots_in
 from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.outputs import StepStats
 from jaxserve.engine.plan import Plan
@@ -70,12 +71,17 @@ class Engine:
             mesh=make_mesh(devices),
         )
         state_slots = config.max_batch_rows + 1
+        layout = kv_layout(kv_spec)
+        page_bytes = layout.page_bytes(shape.page_size, shape.kv_dtype.itemsize)
+        host_slots = slots_in(config.kv_host_memory, page_bytes)
         self.kv_manager = KVManager(
             shape.num_pages,
             shape.page_size,
-            kv_layout(kv_spec).windows,
+            layout.windows,
             max_chunk=shape.limits.max_chunk or shape.limits.max_batch_tokens,
-            prefix_cache=False,
+            prefix_cache=config.prefix_cache,
+            host_pages=host_slots,
+            kind=shape.kv_dtype.name,
         )
         self.scheduler = Scheduler(shape.limits, self.kv_manager)
         self._loader = loader or ProgramLoader()
@@ -100,6 +106,7 @@ class Engine:
         self._loop = StepLoop(
             self.scheduler,
             self.runner,
+            HostPages(host_slots, self.runner.pool),
             shape,
             vocab_size=model.vocab_size,
             state_slots=state_slots,

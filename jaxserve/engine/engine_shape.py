@@ -73,6 +73,8 @@ def engine_shape(
         max_queue=config.max_queue,
         prefill_sizes=prefill_sizes(buckets),
         max_chunk=max_chunk,
+        policy=config.scheduling,
+        batching=config.batching,
     )
     return EngineShape(
         dtype=dtype,

@@ -61,7 +61,7 @@ class RequestQueues:
         the running may need next."""
         request = entry.request
         leave = sum(other.growth for other in self.running)
-        if not self._manager.admit(request, leave=leave):
+        if not self._manager.admit(request, self.siblings.source(entry), leave=leave):
             return False
         self.waiting.enter(entry)
         insort(self.running, entry, key=order_of)

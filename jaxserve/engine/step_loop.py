@@ -20,10 +20,11 @@ from jaxserve.core.buckets import Bucket, pick_bucket, prefill_sizes
 from jaxserve.core.step_batch import SamplingBatch, StepBatch, StepOutput
 from jaxserve.engine.batch_builder import build_batch, build_sampling, plan_rows
 from jaxserve.engine.engine_shape import EngineShape
+from jaxserve.engine.host_pages import HostPages, apply_transfers
 from jaxserve.engine.outputs import StepStats
 from jaxserve.engine.penalty_slots import PenaltySlots, token_counts
-from jaxserve.engine.plan import Committed, Plan, Scheduled
-from jaxserve.engine.request import Status, TokenEvent
+from jaxserve.engine.plan import Committed, Plan, Scheduled, Transfers
+from jaxserve.engine.request import Request, Status, TokenEvent
 from jaxserve.engine.runner import Runner, StepHandle
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.step_report import StepTimings, token_event
@@ -55,6 +56,7 @@ class StepLoop:
         self,
         scheduler: Scheduler,
         runner: Runner,
+        host_pages: HostPages,
         shape: EngineShape,
         *,
         vocab_size: int,
@@ -65,6 +67,7 @@ class StepLoop:
         self.on_step = on_step
         self._scheduler = scheduler
         self._runner = runner
+        self._host_pages = host_pages
         self._shape = shape
         self._vocab_size = vocab_size
         self._asynchronous = asynchronous
@@ -100,14 +103,17 @@ class StepLoop:
         previous, self._in_flight = self._in_flight, None
         if previous is not None and previous.handle.is_ready:
             self._idle_since = self._last_result  # at the earliest
+        self._expire(timings.began)
         plan = self._scheduler.schedule()
         timings.on_plan(plan)
         failure: Exception | None = None
-        if not plan.is_empty:
+        if not plan.is_empty or not plan.transfers.is_empty:
             try:
-                self._in_flight = self._launch(plan, previous)
-                timings.bucket = self._in_flight.bucket.name
-                timings.device_idle_seconds = self._idle_seconds(previous, timings.began)
+                self._move_pages(plan.transfers)
+                if not plan.is_empty:
+                    self._in_flight = self._launch(plan, previous)
+                    timings.bucket = self._in_flight.bucket.name
+                    timings.device_idle_seconds = self._idle_seconds(previous, timings.began)
             except Exception as error:  # whatever XLA raises: the donated pool is lost either way
                 failure = error
         if previous is not None:
@@ -141,6 +147,17 @@ class StepLoop:
             self._buckets = buckets
             limits = self._scheduler.limits
             self._scheduler.limits = replace(limits, prefill_sizes=prefill_sizes(buckets))
+
+    def _expire(self, now: float) -> None:
+        """End the requests that have run out of time."""
+        for request in self._scheduler.expire(now):
+            self._events.append(TokenEvent(request.request_id, (), None, "timeout"))
+
+    def _move_pages(self, transfers: Transfers) -> None:
+        """What the scheduler wants to be in its place before the step."""
+        if not transfers.is_empty:
+            moved, seconds = apply_transfers(self._runner, self._host_pages, transfers)
+            self._scheduler.step_times.observe_copy(moved, seconds)
 
     def _launch(self, plan: Plan, previous: InFlight | None) -> InFlight:
         bucket = pick_bucket(
@@ -189,7 +206,11 @@ class StepLoop:
             self._recover(step.plan, error)
             return
         now = time.monotonic()
-        timings.on_result(now - waiting, now - max(step.dispatched, self._last_result))
+        seconds = now - max(step.dispatched, self._last_result)
+        timings.on_result(now - waiting, seconds)
+        self._scheduler.step_times.observe(
+            len(step.plan.decode), step.plan.num_prefill_tokens, seconds
+        )
         self._last_result = now
         if self._in_flight is None:
             self._idle_since = now
@@ -226,22 +247,29 @@ class StepLoop:
                 self._in_flight.handle.result()
             self._in_flight = None
         self._scheduler.preempt_all()
+        self._host_pages.clear()
         self._slots.release_all()
         self._runner.reset()
 
     def _fail(self, item: Scheduled, why: str) -> None:
         """End a request with an error, unless it has ended or been sent back since."""
-        request = item.request
-        if request.status is Status.FINISHED or request.num_preemptions != item.epoch:
-            return
-        if self._scheduler.abort(request.request_id) is not None:
-            self._events.append(TokenEvent(request.request_id, (), None, "error", error=why))
+        if self._is_here(item):
+            self._scheduler.abort(item.request.request_id)
+            self._report_error(item.request, why)
 
     def _fail_row(self, item: Scheduled) -> None:
         """A row whose logits are NaN fails alone; its pages are cleaned before anyone gets them."""
-        pages = [page for group in item.request.pages for page in group if page]
-        self._fail(item, "the model's logits are not numbers (NaN) for this request")
-        self._runner.scrub(pages)
+        if self._is_here(item):
+            self._runner.scrub(self._scheduler.discard(item.request.request_id))
+            why = "the model's logits are not numbers (NaN) for this request"
+            self._report_error(item.request, why)
+
+    def _is_here(self, item: Scheduled) -> bool:
+        request = item.request
+        return request.status is not Status.FINISHED and request.num_preemptions == item.epoch
+
+    def _report_error(self, request: Request, why: str) -> None:
+        self._events.append(TokenEvent(request.request_id, (), None, "error", error=why))
 
     # ------------------------------------------------------------------ reports
 

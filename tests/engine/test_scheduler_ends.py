@@ -1,10 +1,11 @@
-"""How requests end: stop ids, lengths, aborts, late stop strings."""
+"""How requests end: stop ids, lengths, aborts, late stop strings, deadlines."""
 
 import itertools
 from dataclasses import replace
 
 import pytest
 
+from jaxserve.engine.deadlines import Deadlines
 from jaxserve.engine.request import Request, Status
 from tests.support.scheduler_harness import EOS, LIMITS, Harness, expected_output, make_request
 
@@ -109,3 +110,56 @@ def test_finish_cuts_the_output_at_the_stop_string():
     assert request.status is Status.FINISHED
     assert harness.manager.num_used == 0
     assert harness.scheduler.finish("r", 3) is None
+
+
+# ---------------------------------------------------------------- deadlines
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_a_deadline_ends_a_request_in_any_state(steps: int):
+    harness = Harness(replace(LIMITS, max_batch_tokens=8))
+    request, other = make_request("r", 13, 10), make_request("other", 3, 12)
+    request.deadline, other.deadline = 5.0, 100.0
+    harness.add(request, other)
+    for _ in range(steps):
+        harness.step()
+    late = harness.schedule()
+    tokens = harness.run(late)
+    assert harness.scheduler.expire(4.9) == []
+    assert harness.scheduler.expire(5.0) == [request]
+    assert (request.status, request.pages) == (Status.FINISHED, ())
+    harness.scheduler.check_integrity()
+    harness.in_flight.append((late, tokens))  # its results in flight are dropped
+    assert request not in [news.request for news in harness.commit()]
+    assert harness.scheduler.expire(6.0) == []
+    harness.drain()
+    harness.check_outputs(other)
+    assert harness.scheduler.expire(1000.0) == []
+
+
+def test_deadlines_of_preempted_ended_and_repeated_requests():
+    harness = Harness()
+    requests = [make_request(name, 5, 20) for name in "abc"]
+    for request in requests:
+        request.deadline = 7.0
+    harness.add(*requests)
+    harness.step()
+    harness.scheduler.preempt("a")
+    harness.scheduler.abort("b")
+    again = make_request("b", 5, 20)  # the same id, with no deadline
+    harness.add(again)
+    assert harness.scheduler.expire(8.0) == [requests[0], requests[2]]
+    harness.drain()
+    harness.check_outputs(again)
+
+
+def test_deadlines_of_ended_requests_do_not_pile_up():
+    deadlines = Deadlines()
+    for i in range(5_000):
+        request = make_request(f"{i}", 1)
+        request.deadline = 1e9 + i
+        deadlines.add(request)
+        if i % 100:
+            request.status = Status.FINISHED
+    assert len(deadlines) < 200
+    assert len(deadlines.pop_expired(2e9)) == 50

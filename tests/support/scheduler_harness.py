@@ -29,14 +29,21 @@ def next_token(context: list[int]) -> int:
 
 
 def make_request(
-    request_id: str, num_prompt: int, max_tokens: int = 5, *, priority: int = 0, **params: object
+    request_id: str,
+    num_prompt: int,
+    max_tokens: int = 5,
+    *,
+    priority: int = 0,
+    stem: tuple[int, ...] = (),
+    **params: object,
 ) -> Request:
-    """ignore_eos unless the test says otherwise, so that lengths are known."""
+    """num_prompt tokens of its own behind `stem`. ignore_eos unless the test says otherwise, so
+    that lengths are known."""
     values = {"max_tokens": max_tokens, "ignore_eos": True, **params}
     return Request(
         request_id=request_id,
-        prompt_token_ids=tuple(zlib.crc32(f"{request_id}{i}".encode()) % VOCAB
-                               for i in range(num_prompt)),
+        prompt_token_ids=stem + tuple(zlib.crc32(f"{request_id}{i}".encode()) % VOCAB
+                                      for i in range(num_prompt)),
         params=SamplingParams(**values),  # type: ignore[arg-type]
         max_tokens=max_tokens,
         seed=0,
