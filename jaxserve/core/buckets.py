@@ -66,6 +66,11 @@ def bucket_table(max_batch_rows: int, max_batch_tokens: int) -> tuple[Bucket, ..
     return (*decode, *mixed)
 
 
+def largest_bucket(buckets: Iterable[Bucket]) -> Bucket:
+    """The one whose step takes the most memory."""
+    return max(buckets, key=lambda bucket: (bucket.num_tokens, bucket.num_rows))
+
+
 def pick_bucket(
     available: Iterable[Bucket], num_decode: int, num_prefill_rows: int, num_prefill_tokens: int
 ) -> Bucket:

@@ -30,9 +30,8 @@ def step_temporaries(programs: Iterable[ProgramMemory]) -> int:
     """The most that a step of these programs holds: they run one after the other, and what one
     returns is kept until the last has run."""
     programs = tuple(programs)
-    return max(program.temporaries for program in programs) + sum(
-        program.results for program in programs
-    )
+    peak = max((program.temporaries for program in programs), default=0)
+    return peak + sum(program.results for program in programs)
 
 
 def tree_bytes(tree: object) -> int:

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
+from jaxserve.core.buckets import largest_bucket
 from jaxserve.core.gpu_memory import usable_memory
 from jaxserve.core.kv_spec import KVSpec
 from jaxserve.core.ops import Ops
@@ -19,7 +20,7 @@ from jaxserve.core.program_loader import ProgramLoader
 from jaxserve.core.program_memory import tree_bytes
 from jaxserve.engine.engine_shape import engine_shape
 from jaxserve.engine.memory_plan import pool_budget
-from jaxserve.engine.step_cost import StepPrograms, largest_bucket
+from jaxserve.engine.step_cost import StepPrograms
 from jaxserve.loading.loaded_model import LoadedModel
 from jaxserve.sampling import make_state
 

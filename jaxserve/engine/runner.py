@@ -17,12 +17,15 @@ import numpy as np
 
 from jaxserve.core.buckets import Bucket
 from jaxserve.core.compile_cache import compilations
+from jaxserve.core.gpu_memory import device_memory, usable_memory
 from jaxserve.core.kv_layout import kv_layout
 from jaxserve.core.kv_pool import KVPool, make_pool
 from jaxserve.core.kv_spec import KVSpec
 from jaxserve.core.mesh import place_params, pool_shardings, replicated
 from jaxserve.core.program_loader import CompiledProgram, Leaves, Lowered, Program, ProgramLoader
+from jaxserve.core.program_memory import program_memory, step_temporaries, tree_bytes
 from jaxserve.core.step_batch import SamplingBatch, SamplingState, StepBatch, StepOutput
+from jaxserve.engine.memory_plan import MemoryPlan
 from jaxserve.engine.page_programs import BATCH, PageContents, PagesHandle, batches, padded
 from jaxserve.engine.programs import LastOutput, Programs
 from jaxserve.models.base import Params
@@ -274,6 +277,27 @@ class Runner:
         program = self._helpers["write"].result()
         for first, number, ids in batches(pages, padding=self._num_pages):
             self._pool = program(self._pool, ids, padded(contents, first, number))
+
+    def memory_plan(self, bucket: Bucket, host_tier: int = 0) -> MemoryPlan:
+        """What is held, and what a step of this bucket, which is loaded, adds. Any thread may ask.
+
+        host_tier: bytes of host memory for pages that left the pool.
+        """
+        params, pool, _, state = self._shapes
+        programs = (self._compiled[bucket], self._compiled[bucket.num_rows])
+        memory = [program_memory(program.compiled) for program in programs]
+        device = self._mesh.devices.flat[0]
+        return MemoryPlan(
+            weights=tree_bytes(params),
+            pool=tree_bytes(pool),
+            temporaries=step_temporaries(one for one in memory if one is not None),
+            sampling_state=tree_bytes(state),
+            host_tier=host_tier,
+            bucket=bucket.name,
+            device=device.device_kind,
+            device_memory=device_memory(device),
+            usable=usable_memory(device),
+        )
 
     def forward_aliases_pool(self, bucket: Bucket) -> bool:
         """Whether XLA really updates the pool in place in this bucket's program."""

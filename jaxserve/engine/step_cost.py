@@ -1,6 +1,5 @@
 """The engine's own step programs, made from shapes: their memory and operations, nothing run."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -111,8 +110,3 @@ class StepPrograms:
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree
         )
-
-
-def largest_bucket(table: Iterable[Bucket]) -> Bucket:
-    """The one whose step takes the most memory."""
-    return max(table, key=lambda bucket: (bucket.num_tokens, bucket.num_rows))

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from jaxserve.core.buckets import Bucket
+from jaxserve.core.buckets import Bucket, largest_bucket
 from jaxserve.core.program_loader import ProgramLoader
 from jaxserve.engine.runner import MakeInputs, Progress, Runner
 
@@ -30,12 +30,15 @@ class WarmUp:
         table: Sequence[Bucket],
         make_inputs: MakeInputs,
         progress: Progress | None,
+        host_tier: int = 0,
     ) -> None:
+        """host_tier: bytes of host memory that the engine keeps pages in."""
         self._runner = runner
         self._loader = loader
         self._table = table
         self._make_inputs = make_inputs
         self._progress = progress or _silent
+        self._host_tier = host_tier
         self._stop = threading.Event()
         self._began = time.monotonic()
 
@@ -43,6 +46,7 @@ class WarmUp:
         """Return once every bucket is loaded and XLA has run one of each kind."""
         self._load_smallest()
         self._load_rest()
+        self._tell_memory()
         smallest = self._smallest()
         for bucket in (self._table[0], smallest):  # a first run sets XLA up
             self._runner.dispatch(bucket, *self._make_inputs(bucket)).result()
@@ -50,12 +54,20 @@ class WarmUp:
     def load_smallest(self) -> None:
         """Return once one bucket that serves everything is loaded; the rest follows."""
         self._load_smallest()
+        self._tell_memory()
         # Not a daemon, unlike the engine's: XLA must not be cut off in the middle by an exit.
         threading.Thread(target=self._follow, name="jaxserve-warm-up", daemon=False).start()
 
     def close(self) -> None:
         """Stop loading after the programs at hand, which cannot be interrupted; do not wait."""
         self._stop.set()
+
+    def _tell_memory(self) -> None:
+        """The memory that the engine takes with what is loaded now, and whether it is there."""
+        plan = self._runner.memory_plan(largest_bucket(self._runner.buckets), self._host_tier)
+        self._progress("\n".join(["memory:", *plan.lines()]))
+        if plan.warning is not None:
+            log.warning("%s", plan.warning)
 
     def _smallest(self) -> Bucket:
         return next(bucket for bucket in self._table if bucket.prefill_tokens)
@@ -82,6 +94,7 @@ class WarmUp:
             return
         if not self._stop.is_set():
             seconds = time.monotonic() - self._began
+            self._tell_memory()
             self._progress(f"all {len(self._table)} shapes loaded after {seconds:.1f} s")
 
 

@@ -8,12 +8,13 @@ from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.backends import make_ops
+from jaxserve.core.buckets import largest_bucket
 from jaxserve.core.compile_cache import use_compile_cache
 from jaxserve.core.machine_memory import machine_memory
 from jaxserve.core.mesh import make_mesh
 from jaxserve.core.program_loader import ProgramLoader, program_store
 from jaxserve.engine.engine_shape import EngineShape
-from jaxserve.engine.step_cost import StepPrograms, largest_bucket
+from jaxserve.engine.step_cost import StepPrograms
 from jaxserve.loading.describe import DescribedModel, describe_model
 from jaxserve.loading.model_cache import home
 from jaxserve.loading.quantize_on_load import kept_layout

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from jaxserve.config import DEFAULT_KV_MEMORY, EngineConfig
-from jaxserve.core.buckets import Bucket
+from jaxserve.core.buckets import Bucket, largest_bucket
 from jaxserve.core.kv_layout import KVLayout, kv_layout
 from jaxserve.core.kv_spec import KVSpec
 from jaxserve.core.program_memory import tree_bytes
 from jaxserve.engine.engine_shape import EngineShape, engine_shape
 from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.memory_plan import MemoryPlan, pool_budget
-from jaxserve.engine.step_cost import largest_bucket
 from jaxserve.loading.describe import DescribedModel
 from jaxserve.planning.devices import Device
 from jaxserve.planning.roofline import DecodeStep, decode_step, kv_bytes, prefill_rate

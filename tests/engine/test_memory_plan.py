@@ -7,6 +7,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.backends import make_ops
+from jaxserve.core.buckets import largest_bucket
 from jaxserve.core.gpu_memory import usable_memory
 from jaxserve.core.machine_memory import machine_memory
 from jaxserve.core.mesh import make_mesh
@@ -16,7 +17,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.engine_shape import engine_shape
 from jaxserve.engine.fit_memory import fill_memory, fit_to_device
 from jaxserve.engine.memory_plan import MemoryPlan, pool_budget, size_text
-from jaxserve.engine.step_cost import StepPrograms, largest_bucket
+from jaxserve.engine.step_cost import StepPrograms
 from jaxserve.errors import InvalidRequestError
 from tests.support.tiny_engine import SMALL, tiny_model
 
