@@ -138,11 +138,11 @@ def _absorb(
     return new_maximum, total * keep + p.sum(-1), acc * keep[..., None] + weigh(p)
 
 
-def _weigh_values(einsum: str, p: jax.Array, kv: _Pages, written: jax.Array) -> jax.Array:
-    """p @ values; slots not written yet may hold anything, and 0 * NaN would not be 0."""
-    values = jnp.where(written[..., None, None], kv.values, 0)
+def _weigh_values(einsum: str, p: jax.Array, kv: _Pages, seen: jax.Array) -> jax.Array:
+    """p @ values; slots that no query sees may hold anything, and 0 * NaN would not be 0."""
+    values = jnp.where(seen[..., None, None], kv.values, 0)
     if kv.value_scales is not None:
-        values = values * jnp.where(written[..., None], kv.value_scales, 0)[..., None]
+        values = values * jnp.where(seen[..., None], kv.value_scales, 0)[..., None]
     return jnp.einsum(einsum, p, values, preferred_element_type=jnp.float32)
 
 
@@ -185,15 +185,17 @@ def _decode_rows(
         key_at = i * block + jnp.arange(block)
         written = key_at < kv_lens[:, None]  # [B, S]
         visible = _decode_visible(key_at, query_at, first_own, real, window, tree_mask)
+        visible &= written[:, None]
+        seen = visible.any(1)  # pages out of the window may be somebody else's by now
         dot = jnp.einsum("bkqd,bskd->bkqs", queries, kv.keys, preferred_element_type=jnp.float32)
         if kv.key_scales is not None:
             dot = dot * kv.key_scales.transpose(0, 2, 1)[:, :, None]
         shaped = dot.reshape(B, K, G, W, block)
-        scores = _scores(shaped, (visible & written[:, None])[:, None, None], softcap)
+        scores = _scores(shaped, visible[:, None, None], softcap)
         return _absorb(
             carry,
             scores.reshape(B, K, G * W, block),
-            lambda p: _weigh_values("bkqs,bskd->bkqd", p, kv, written),
+            lambda p: _weigh_values("bkqs,bskd->bkqd", p, kv, seen),
         )
 
     row_sinks = None if sinks is None else jnp.repeat(sinks, W, axis=1)[None]
@@ -286,6 +288,7 @@ def _prefill_tile(
         visible = (key_at <= query_at[:, None]) & written
         if window is not None:
             visible &= key_at > query_at[:, None] - window
+        seen = visible.any(0)
         dot = jnp.einsum("kqd,skd->kqs", queries, kv.keys, preferred_element_type=jnp.float32)
         if kv.key_scales is not None:
             dot = dot * kv.key_scales.T[:, None]
@@ -293,7 +296,7 @@ def _prefill_tile(
         return _absorb(
             carry,
             scores.reshape(K, G * Q, block),
-            lambda p: _weigh_values("kqs,skd->kqd", p, kv, written),
+            lambda p: _weigh_values("kqs,skd->kqd", p, kv, seen),
         )
 
     row_sinks = None if sinks is None else jnp.repeat(sinks, Q, axis=1)
