@@ -9,6 +9,7 @@ from pathlib import Path
 from jaxserve.cli.engine_options import EngineOptions
 from jaxserve.cli.garbage import collect_as_usual
 from jaxserve.core.compile_cache import use_compile_cache
+from jaxserve.core.gpu_memory import use_gpu_memory
 from jaxserve.core.program_loader import ProgramLoader, program_store
 from jaxserve.core.threads import use_threads
 from jaxserve.engine.client import EngineClient
@@ -49,6 +50,7 @@ def start_engine(
     phases: dict[str, float] = {}
     began = time.monotonic()
     use_threads(options.threads)
+    use_gpu_memory(config.gpu_memory_utilization)
     use_compile_cache(home() / "compiled")
     loader = ProgramLoader(
         program_store(),
