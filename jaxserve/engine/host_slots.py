@@ -31,9 +31,6 @@ class HostSlots:
     def owner(self, slot: int) -> tuple[Node, int]:
         return self._owners[slot]
 
-    def is_pinned(self, slot: int) -> bool:
-        return slot in self._pinned
-
     def oldest(self) -> int:
         """The owned slot that is to make room first, or NO_SLOT."""
         return next(iter(self._order), NO_SLOT)

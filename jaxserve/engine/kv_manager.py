@@ -14,7 +14,7 @@ transfers run in the order they were given to the device, so their next owner ov
 """
 
 from collections.abc import Iterable
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 
 from jaxserve.engine.cache_stats import CacheCounts, CacheStats
 from jaxserve.engine.holding import Holding, check_findable, check_pages, first_seen_page
@@ -172,7 +172,7 @@ class KVManager:
                 if page == 0:
                     pages[index] = next(fresh)
                     self._cache.load(hit.nodes[first + index], group, pages[index])
-            pages.extend(next(fresh) for _ in range(end - num_full))
+            pages.extend(islice(fresh, end - num_full))
             pages[:0] = [0] * first
         for pages, origin in zip(shared, origins, strict=False):
             self._cache.copy(origin, pages[num_full])
@@ -194,7 +194,7 @@ class KVManager:
             return False
         fresh = iter(self._take(sum(missing)))
         for pages, count in zip(request.pages, missing, strict=True):
-            pages.extend(next(fresh) for _ in range(count))
+            pages.extend(islice(fresh, count))
         holding.covered = min(map(len, request.pages)) * self.page_size
         return True
 
@@ -326,8 +326,8 @@ class KVManager:
 
     def _make_findable(self, request: Request, holding: Holding) -> None:
         """Put the full pages that were committed since into the tree."""
-        last = node = holding.node
-        if last is None or node is None:
+        last = holding.node
+        if last is None:
             return
         if not last.is_alive:  # somebody discarded what it begins with
             holding.node = None
@@ -335,8 +335,7 @@ class KVManager:
         num_full = min(request.num_computed, request.num_tokens) // self.page_size
         if num_full <= holding.num_findable:
             return
-        for index in range(holding.num_findable, num_full):
-            node = self._cache.add_page(node, request, index)
+        node = self._cache.add_pages(last, request, holding.num_findable, num_full)
         last.pins -= 1
         node.pins += 1
         holding.node, holding.num_findable = node, num_full

@@ -115,9 +115,12 @@ class PageAllocator:
         if page in self._idle:
             self._idle.move_to_end(page)
 
-    def oldest_idle(self) -> int:
-        """The idle page that was used least recently."""
-        return next(iter(self._idle))
+    def free_oldest_idle(self) -> int:
+        """Free the idle page that was used least recently."""
+        page, _ = self._idle.popitem(last=False)
+        self._findable[page] = 0
+        self._free.append(page)
+        return page
 
     def idle_order(self) -> dict[int, int]:
         """Every idle page and its place in the order of use, oldest first. For checks."""

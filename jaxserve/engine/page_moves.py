@@ -51,13 +51,9 @@ class PageMoves:
             self._copies[page] = origin.page
 
     def store(self, page: int, slot: int) -> None:
-        """`slot` shall hold what `page` holds."""
+        """`slot` shall hold what `page` holds, and nothing that it was to hold before."""
         assert self.origin(page) == Origin(page=page), f"page {page} does not hold its content yet"
         self._stores[slot] = page
-
-    def forget_slot(self, slot: int) -> None:
-        """Nobody wants what was to be stored in `slot`."""
-        self._stores.pop(slot, None)
 
     def forget_pages(self, pages: list[int]) -> None:
         """`pages` changed hands: nobody wants what was to be moved into them."""

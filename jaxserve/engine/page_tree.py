@@ -132,18 +132,31 @@ class PageTree:
 
     # ------------------------------------------------------------------ keys
 
+    def page_tokens(self, request: Request, start: int, stop: int) -> list[bytes]:
+        """The token ids of the request's full pages [start, stop)."""
+        size = self._page_size
+        tokens = self.token_bytes(request, start * size, stop * size)
+        size *= TOKEN_BYTES
+        return [tokens[place : place + size] for place in range(0, len(tokens), size)]
+
     def token_bytes(self, request: Request, start: int, stop: int) -> bytes:
         return array("i", request.token_ids(start, stop)).tobytes()
 
     def key(self, request: Request, index: int) -> bytes:
         """The key of the request's page `index`, a full one; computed once (page_hashes)."""
+        if index >= len(request.page_hashes):
+            self._extend_keys(request, index + 1)
+        return request.page_hashes[index]
+
+    def _extend_keys(self, request: Request, num_pages: int) -> None:
+        """Twice as many keys as there are, or num_pages: a long prompt is read in few pieces."""
         hashes = request.page_hashes
-        size = self._page_size
-        while len(hashes) <= index:
-            start = len(hashes) * size
-            parent = hashes[-1] if hashes else self._root_key(request)
-            hashes.append(child_key(parent, self.token_bytes(request, start, start + size)))
-        return hashes[index]
+        start = len(hashes)
+        stop = max(num_pages, min(2 * start, request.num_tokens // self._page_size))
+        key = hashes[-1] if hashes else self._root_key(request)
+        for tokens in self.page_tokens(request, start, stop):
+            key = child_key(key, tokens)
+            hashes.append(key)
 
     def _root_key(self, request: Request) -> bytes:
         parts = (self._kind, request.cache_salt, str(request.adapter_id))

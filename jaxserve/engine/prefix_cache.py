@@ -52,18 +52,17 @@ class PrefixCache:
 
     # ------------------------------------------------------------------ pages come in
 
-    def add_page(self, parent: Node, request: Request, index: int) -> Node:
-        """The request's page `index` is full and committed: make it findable under `parent`."""
-        size = self.allocator.page_size
-        key = self.tree.key(request, index)
-        node = parent.children.get(key)
-        if node is None:
-            tokens = self.tree.token_bytes(request, index * size, (index + 1) * size)
-            node = self.tree.add(parent, key, tokens)
-        for group, pages in enumerate(request.pages):
-            page = pages[index]
-            if page and page != node.pages[group] and page not in self._twin_of:
-                self._offer(node, group, page)
+    def add_pages(self, node: Node, request: Request, start: int, stop: int) -> Node:
+        """The request's pages [start, stop) are full and committed: make them findable after
+        `node`. Returns the node of the last one."""
+        tree = self.tree
+        for index, tokens in enumerate(tree.page_tokens(request, start, stop), start):
+            key = tree.key(request, index)
+            node = node.children.get(key) or tree.add(node, key, tokens)
+            for group, pages in enumerate(request.pages):
+                page = pages[index]
+                if page and page != node.pages[group] and page not in self._twin_of:
+                    self._offer(node, group, page)
         return node
 
     def add_tail(self, parent: Node, request: Request, index: int, num_tokens: int) -> None:
@@ -114,12 +113,13 @@ class PrefixCache:
 
     def evict_oldest(self) -> None:
         """Free the idle page that was used least recently; its content may go to a host slot."""
-        page = self.allocator.oldest_idle()
+        page = self.allocator.free_oldest_idle()
         place = self._places[page]
         assert place is not None, f"page {page} is idle, yet nobody can find it"
         node, group = place
+        node.pages[group] = 0
+        self._places[page] = None
         self._counts.evicted_pages += 1
-        self._detach(node, group)
         if self.tree.is_tail(node):
             self.remove(node)
             return
@@ -143,7 +143,7 @@ class PrefixCache:
                 for twin in self._twins.pop((gone, group), ()):
                     del self._twin_of[twin]
                 if gone.slots[group] != NO_SLOT:
-                    self._free_slot(gone.slots[group])
+                    self.slots.free(gone.slots[group])
         return freed
 
     # ------------------------------------------------------------------ parts
@@ -201,7 +201,7 @@ class PrefixCache:
             if oldest == NO_SLOT:
                 return
             other, its_group = self.slots.owner(oldest)
-            self._free_slot(oldest)
+            self.slots.free(oldest)
             if other.is_alive and not other.holds(its_group):
                 self._lost(other, its_group)
             if not node.is_alive:  # it was lost with the other
@@ -209,11 +209,6 @@ class PrefixCache:
             slot = self.slots.take(node, group)
         self.moves.store(page, slot)
         self._counts.stored_pages += 1
-
-    def _free_slot(self, slot: int) -> None:
-        if not self.slots.is_pinned(slot):
-            self.moves.forget_slot(slot)
-        self.slots.free(slot)
 
     def _lost(self, node: Node, group: int) -> None:
         """A node has no KV of this group any more."""
