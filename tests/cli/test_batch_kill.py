@@ -119,8 +119,3 @@ def test_killed_again_and_again_a_batch_ends_as_if_nothing_had_been(tmp_path: Pa
     results = read(out)
     assert len(results) == NUM_LINES
     assert results == read(whole)
-    # Once more: nothing is left, no model is loaded, nothing changes.
-    content = out.read_bytes()
-    status, said = batch.run(out)
-    assert (status, "loaded" in said) == (1, False)
-    assert out.read_bytes() == content
