@@ -31,10 +31,11 @@ LAYERS = (
 )
 HOST_ONLY = (
     "jaxserve.engine.request",
-    "jaxserve.engine.page_allocator",
+    "jaxserve.engine.kv_manager",
     "jaxserve.engine.scheduler",
     "jaxserve.engine.plan",
     "jaxserve.core.buckets",
+    "jaxserve.core.kv_layout",
     "jaxserve.core.kv_spec",
 )
 NEVER = ("torch", "transformers", "checkpoints_tools", "tests", "pickle")
