@@ -8,7 +8,6 @@ import typer
 
 from jaxserve.cli import engine_options as opt
 from jaxserve.cli.terminal import say, with_clear_errors
-from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequestError
 
 if TYPE_CHECKING:  # the real imports are in the command: `jaxserve --help` stays quick
@@ -78,6 +77,7 @@ def plan_command(
     that are compiled, and the roofline, each with its arithmetic. No weight is loaded. With the
     GPU extra installed, --device h200 compiles the largest step and shows its exact memory.
     """
+    given = dict(locals())
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported: no GPU is needed
     from jaxserve.core.threads import use_threads
     from jaxserve.planning.devices import DEVICE_NAMES
@@ -87,17 +87,7 @@ def plan_command(
             f"device is {device[:40]!r}; choose {', '.join(DEVICE_NAMES)}", "device"
         )
     use_threads(threads)
-    config = EngineConfig(
-        dtype=_dtype(dtype, device),
-        max_model_len=max_model_len,
-        max_batch_rows=max_batch_rows,
-        max_batch_tokens=max_batch_tokens,
-        kv_memory=kv_memory,
-        gpu_memory_utilization=gpu_memory_utilization,
-        kv_host_memory=kv_host_memory,
-        kv_cache_dtype=kv_cache_dtype,
-        page_size=page_size,
-    )
+    config = opt.engine_config(given | {"dtype": _dtype(dtype, device)})
     from jaxserve.planning.plan_model import plan_model
 
     plan = plan_model(

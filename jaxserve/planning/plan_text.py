@@ -83,8 +83,9 @@ def _how_pool(plan: ServingPlan) -> str:
     pages = f"{plan.shape.num_pages:,} pages x {size(plan.page_bytes)}"
     if plan.shape.num_pages < plan.num_pages:
         rows = plan.shape.limits.max_batch_rows
+        ended = " and the prefix cache" if plan.config.prefix_cache else ""
         return (
-            f"{pages}: {rows} rows of {plan.shape.max_model_len:,} tokens need no more; "
+            f"{pages}: {rows} rows of {plan.shape.max_model_len:,} tokens{ended} need no more; "
             f"{plan.num_pages:,} would fit"
         )
     memory = plan.memory
@@ -105,7 +106,9 @@ def _kv(plan: ServingPlan) -> Section:
     ]
     token = "2 x " + (parts[0] if len(parts) == 1 else f"({' + '.join(parts)})")
     per_page = layout.page_bytes(1, itemsize)
-    tables = "" if layout.num_tables == 1 else f" ({layout.num_tables} tables of layers)"
+    tables = ""
+    if layout.num_tables > 1:
+        tables = f", of the {layout.num_arrays} layers of one of {layout.num_tables} page tables"
     rows = (
         ("a token", f"{spec.bytes_per_token(itemsize):,} bytes", token),
         (

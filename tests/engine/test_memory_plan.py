@@ -111,6 +111,20 @@ def test_a_device_is_filled_to_the_last_page() -> None:
     assert usable - page_bytes < taken <= usable
 
 
+def test_an_engine_tells_its_memory_when_it_is_ready(caplog, monkeypatch) -> None:
+    heard: list[str] = []
+    engine = Engine(tiny_model(), EngineConfig(**SMALL, attention_backend="reference"))
+    monkeypatch.setattr("jaxserve.core.gpu_memory.machine_memory", lambda: 200_000)
+    engine.warm_up(heard.append)
+    plan = engine.runner.memory_plan(largest_bucket(engine.ready_buckets))
+    told = [text for text in heard if text.startswith("memory:")]
+    assert told == ["\n".join(["memory:", *plan.lines()])]
+    assert "temporaries of mixed4+64" in told[0]
+    assert "together, of 200.00 kB" in told[0]
+    assert plan.pool == tree_bytes(engine.runner.pool)
+    assert "this machine has 200.00 kB; lower --kv-memory" in caplog.text
+
+
 def test_a_pool_whose_size_is_given_is_left_alone() -> None:
     model = tiny_model()
     spec = model.model.kv_spec(model.config)
