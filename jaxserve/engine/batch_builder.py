@@ -58,12 +58,9 @@ def build_batch(
     flat, row, position = _ranges(begins, lens), np.repeat(rows, lens), _ranges(starts, lens)
     slots = page_table[:, row, position // page_size] * page_size + position % page_size
     token_ids, drawing = _token_ids(items)
-    tokens = _scatter(T, 0, flat, token_ids)
     prev_row = np.full(T, -1, np.int32)
     if drawing:
-        assert previous_rows is not None, "a token still being drawn needs its previous row"
-        names = [items[index][1].request.request_id for index in drawing]
-        prev_row[begins[drawing]] = [previous_rows[name] for name in names]
+        prev_row[begins[drawing]] = _previous_rows(items, drawing, previous_rows)
     before_draw = prev_row[flat] >= 0
     slots[:, before_draw] = -1
     position[before_draw] -= 1
@@ -77,7 +74,7 @@ def build_batch(
     query_starts = np.minimum(np.arange(R, dtype=np.int32), bucket.decode_rows) * np.int32(W)
     query_starts[rows] = begins
     return StepBatch(
-        tokens=tokens,
+        tokens=_scatter(T, 0, flat, token_ids),
         positions=_scatter(T, 0, flat, position),
         row_of_token=_scatter(T, R, flat, row),
         prev_row=prev_row,
@@ -141,6 +138,13 @@ def _token_ids(items: list[tuple[int, Scheduled]]) -> tuple[list[int], list[int]
         else:
             ids += request.token_ids(start, start + num_tokens)
     return ids, drawing
+
+
+def _previous_rows(
+    items: list[tuple[int, Scheduled]], drawing: list[int], rows: Mapping[str, int] | None
+) -> list[int]:
+    assert rows is not None, "a token still being drawn needs its previous row"
+    return [rows[items[index][1].request.request_id] for index in drawing]
 
 
 def _ranges(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
