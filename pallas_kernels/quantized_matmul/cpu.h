@@ -10,6 +10,7 @@ namespace jaxserve {
 
 constexpr int kPanel = 32;       // output rows that lie side by side in a panel
 constexpr int kReduction = 256;  // inputs summed in one chain before the chain's sum is added
+constexpr int kMostRows = 96;    // in one call: expanding again costs about 1 % of multiplying 96
 
 struct Matrix {
   const uint8_t* panels;
@@ -20,7 +21,8 @@ struct Matrix {
 };
 
 struct MatmulKernels {
-  // y[m, n] = x[m, :] . w[n, :] for rows [m0, m1) and the 32 outputs of one panel.
+  // y[m, n] = x[m, :] . w[n, :] for rows [m0, m1), at most kMostRows, and the 32 outputs of one
+  // panel.
   void (*panel)(const Matrix& w, int64_t panel, const float* x, float* y, int64_t m0, int64_t m1);
   // out [k]: row `row` of the matrix, expanded.
   void (*take_row)(const Matrix& w, int64_t row, float* out);

@@ -28,7 +28,6 @@ bool make_matrix(const ffi::Buffer<ffi::U8>& panels, int64_t format, int64_t gro
 // Multiply-adds below which waking another thread costs more than it saves.
 constexpr int64_t kWorthSharing = 1 << 16;
 constexpr int64_t kRunsPerThread = 6;  // enough that a thread that comes late takes fewer
-constexpr int64_t kRowsPerTask = 96;  // expanding a tile again costs about 1 % of using it for 96
 
 ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> panels,
                   ffi::ResultBuffer<ffi::F32> y, int64_t format, int64_t group, int64_t n,
@@ -39,7 +38,7 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
   if (shape.size() != 2 || shape[1] != k) return bad("matmul: activations do not fit");
   int64_t m = shape[0], num_panels = (n + kPanel - 1) / kPanel;
   if (m == 0) return ffi::Error::Success();
-  int64_t slices = (m + kRowsPerTask - 1) / kRowsPerTask;
+  int64_t slices = (m + kMostRows - 1) / kMostRows;
   // Neighbouring panels go to one thread, whose reads then run on from one into the next.
   int64_t runs = std::min(num_panels, pool.num_threads() * kRunsPerThread);
   const float* in = x.typed_data();
