@@ -51,10 +51,11 @@ class KVManager:
         host_pages: int = 0,
         kind: str = "",
     ) -> None:
-        if max_chunk < 1 or any(window is not None and window < 1 for window in windows):
+        too_small = any(window is not None and window < 1 for window in windows)
+        if max_chunk < 1 or too_small or not windows:
             raise ValueError(
                 f"got max_chunk {max_chunk} and windows {windows}; a step runs at least 1 token "
-                "of a request, and a window holds at least 1"
+                "of a request, and there is at least 1 group, whose window holds at least 1"
             )
         self.num_pages = num_pages
         self.page_size = page_size
@@ -72,7 +73,7 @@ class KVManager:
         self._start_empty()
 
     def _start_empty(self) -> None:
-        self._allocator = PageAllocator(self.num_pages, self.page_size, self.num_groups)
+        self._allocator = PageAllocator(self.num_pages, self.page_size)
         self._cache = PrefixCache(
             self._allocator,
             self._counts,

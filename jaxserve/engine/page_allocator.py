@@ -16,19 +16,17 @@ from collections.abc import Iterable
 class PageAllocator:
     """Owns the pages 1 to num_pages - 1. Page 0 is never handed out: padding points at it.
 
-    num_groups: KV groups of the model; every request keeps one list of page ids per group.
     Releasing a page that is free is a bug of the caller and raises AssertionError.
     """
 
-    def __init__(self, num_pages: int, page_size: int, num_groups: int = 1) -> None:
-        if num_pages < 2 or page_size < 1 or num_groups < 1:
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        if num_pages < 2 or page_size < 1:
             raise ValueError(
-                f"got {num_pages} pages of {page_size} tokens in {num_groups} groups; a pool needs "
-                "2 pages (page 0 is reserved) of at least 1 token in at least 1 group"
+                f"got {num_pages} pages of {page_size} tokens; a pool needs 2 pages (page 0 is "
+                "reserved) of at least 1 token"
             )
         self.num_pages = num_pages
         self.page_size = page_size
-        self.num_groups = num_groups
         self._free = list(range(num_pages - 1, 0, -1))  # lowest ids leave first
         self._ref_counts = [0] * num_pages
         self._findable = bytearray(num_pages)
@@ -45,15 +43,6 @@ class PageAllocator:
     @property
     def num_used(self) -> int:
         return self.num_pages - 1 - len(self._free) - len(self._idle)
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens whose KV one request could hold if it had the pool to itself."""
-        return (self.num_pages - 1) * self.page_size
-
-    def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.page_size)
 
     def ref_count(self, page: int) -> int:
         """How many requests hold `page`."""
