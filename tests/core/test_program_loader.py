@@ -20,7 +20,8 @@ def step(params: dict[str, jax.Array], x: jax.Array, state: jax.Array) -> tuple[
 
 def program() -> Program:
     args = (PARAMS, np.zeros(4, np.float32), jnp.zeros(3))
-    places = ({"y": None}, None)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    places = ({"y": here}, here)
     return Program(
         "step",
         step,
