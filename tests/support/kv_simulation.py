@@ -199,6 +199,7 @@ class KVSimulation:
     def spoil_free(self) -> None:
         """Nobody may rely on what is free once the batch has run."""
         manager = self.manager
+        assert not manager._cache.slots._pinned, "a slot is pinned after the batch that reads it"
         for page in manager._allocator._free:
             self.pool[page][:] = [GARBAGE] * manager.page_size
         for slot in manager._cache.slots._free:
