@@ -68,6 +68,7 @@ def plan_command(
     gpu_memory_utilization: opt.GPUMemoryUtilization = opt.DEFAULTS.gpu_memory_utilization,
     kv_memory: opt.KVMemory = opt.DEFAULTS.kv_memory,
     kv_host_memory: opt.KVHostMemory = opt.DEFAULTS.kv_host_memory,
+    prefix_cache: opt.PrefixCache = opt.DEFAULTS.prefix_cache,
     page_size: opt.PageSize = opt.DEFAULTS.page_size,
     model_file: opt.ModelFile = None,
 ) -> None:

@@ -218,7 +218,7 @@ def _aligned(section: Section) -> list[str]:
 
 def plan_report(plan: ServingPlan) -> dict[str, Any]:
     """All numbers, for scripts. Sizes are bytes, times seconds; null: not known."""
-    device, memory, cost = plan.device, plan.memory, plan.cost
+    device, cost = plan.device, plan.cost
     return {
         "model": plan.model.name,
         "source": plan.model.source,
@@ -232,17 +232,7 @@ def plan_report(plan: ServingPlan) -> dict[str, Any]:
         },
         "dtype": plan.shape.dtype.name,
         "kv_dtype": plan.shape.kv_dtype.name,
-        "memory": {
-            "weights": memory.weights,
-            "kv_pool": memory.pool,
-            "temporaries": memory.temporaries,
-            "temporaries_are_exact": cost is not None,
-            "sampling_state": memory.sampling_state,
-            "kv_host_memory": memory.host_tier,
-            "total": memory.on_device,
-            "usable": memory.usable,
-            "warning": memory.warning,
-        },
+        "memory": _memory_report(plan),
         "weights": [
             {"kept_as": kind.name, "numbers": kind.numbers, "bytes": kind.num_bytes}
             for kind in plan.weights
@@ -268,18 +258,34 @@ def plan_report(plan: ServingPlan) -> dict[str, Any]:
             "operations": cost.operations,
         },
         "context": plan.context,
-        "decode": [
-            {
-                "batch": step.batch,
-                "read_bytes": step.read_bytes,
-                "operations": step.operations,
-                "seconds": step.seconds,
-                "tokens_per_second": step.tokens_per_second,
-                "bound": step.bound,
-                "fits": step.batch <= _held(plan),
-            }
-            for step in plan.decode
-        ],
+        "decode": [_decode_report(plan, step) for step in plan.decode],
         "prefill_tokens_per_second": plan.prefill,
         "operations_per_prompt_token": plan.work.layers,
+    }
+
+
+def _memory_report(plan: ServingPlan) -> dict[str, Any]:
+    memory = plan.memory
+    return {
+        "weights": memory.weights,
+        "kv_pool": memory.pool,
+        "temporaries": memory.temporaries,
+        "temporaries_are_exact": plan.cost is not None,
+        "sampling_state": memory.sampling_state,
+        "kv_host_memory": memory.host_tier,
+        "total": memory.on_device,
+        "usable": memory.usable,
+        "warning": memory.warning,
+    }
+
+
+def _decode_report(plan: ServingPlan, step: DecodeStep) -> dict[str, Any]:
+    return {
+        "batch": step.batch,
+        "read_bytes": step.read_bytes,
+        "operations": step.operations,
+        "seconds": step.seconds,
+        "tokens_per_second": step.tokens_per_second,
+        "bound": step.bound,
+        "fits": step.batch <= _held(plan),
     }
