@@ -131,6 +131,16 @@ def test_a_longer_tail_replaces_a_shorter_one():
     assert simulation.manager.stats.cached_pages == 2
 
 
+def test_an_equal_tail_that_is_not_looked_at_is_kept_once():
+    simulation = KVSimulation(60, 4)
+    finished(simulation, "a", tokens(3))
+    for end in range(CHILDREN_LOOKED_AT):
+        finished(simulation, f"r{end}", [50 + end] * 4)
+    num_cached = simulation.manager.stats.cached_pages
+    finished(simulation, "b", tokens(3))
+    assert simulation.manager.stats.cached_pages == num_cached
+
+
 def test_nothing_is_left_of_a_salt_that_is_not_used():
     simulation = KVSimulation(9, 4)
     for turn in range(20):
