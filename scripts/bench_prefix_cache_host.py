@@ -6,8 +6,8 @@ Drives `KVManager` as the scheduler does, with prompts that share nothing: one r
 other is matched, admitted, prefilled in chunks, decoded and released, with the cache on and off.
 Prints the median microseconds of a request (match + admit + release), of a commit and the growing
 before it, and of everything divided by the request's steps, which is what a request costs per
-step. --full fills the pool first, so that every page taken evicts one. Each number includes reading the
-clock, about 0.5 us, with the cache on and off alike.
+step. --full fills the pool first, so that every page taken evicts one. Every call includes reading
+the clock, with the cache on and off alike.
 """
 
 import argparse
