@@ -91,7 +91,7 @@ def main() -> None:
     args = parser.parse_args()
     use_compile_cache(home() / "compiled")
     model = load_model(args.model, weight_layout=weight_layout("auto"))
-    engine = Engine(model, EngineConfig(max_batch_rows=args.rows))
+    engine = Engine(model, EngineConfig(max_batch_rows=args.rows, prefix_cache=False))
     engine.warm_up()
     served = serve(engine, args.rows)
     host = statistics.median(s.host_seconds for s in served)

@@ -151,7 +151,7 @@ def test_a_prompt_in_chunks_preempts_the_youngest_for_its_windowed_pages():
 
 
 def test_a_newcomer_leaves_the_pages_that_a_windowed_prompt_will_come_to_need():
-    limits = replace(LIMITS, max_batch_tokens=4)
+    limits = replace(LIMITS, max_batch_tokens=8, max_chunk=4)
     harness = Harness(limits, num_pages=10, page_size=2, windows=(8,))
     harness.add(make_request("long", 40, 2))
     harness.step()
