@@ -22,6 +22,7 @@ from jaxserve.engine.outputs import StepStats
 from jaxserve.engine.plan import Plan
 from jaxserve.engine.programs import Programs
 from jaxserve.engine.request import Request, TokenEvent
+from jaxserve.engine.request_states import RequestStates
 from jaxserve.engine.runner import Runner
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.step_loop import StepLoop
@@ -113,6 +114,7 @@ class Engine:
             asynchronous=asynchronous,
             on_step=on_step,
         )
+        self.states = RequestStates(model, self.scheduler, self._loop, self.runner, ops.name)
 
     def warm_up(
         self, progress: Callable[[str], None] | None = None, *, wait_for_all: bool = True

@@ -8,11 +8,14 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxserve.engine.request import Request, TokenEvent
+from jaxserve.engine.request_states import RequestStates
 from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
 
 logger = logging.getLogger(__name__)
@@ -26,11 +29,13 @@ class EngineLike(Protocol):
     after `token_index` output tokens (a stop string was found late) and emits nothing more.
     step runs one iteration; it raises only what it cannot recover from.
     check_admissible resolves max_tokens (None: what the context leaves) and raises
-    InvalidRequestError for what can never be served. close is the last call.
+    InvalidRequestError for what can never be served. close is the last call. states is for those
+    who fork, save and load requests, and only they need it.
     """
 
     max_model_len: int
     capacity_tokens: int
+    states: RequestStates
 
     @property
     def has_work(self) -> bool: ...
@@ -64,6 +69,7 @@ class EngineThread:
         self._on_exit = on_exit
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._live: set[str] = set()  # requests whose last event has not been seen
+        self._calls = PendingCalls()
         self._stopping = False
         self._busy_since: float | None = None
         self._ready = False
@@ -119,6 +125,36 @@ class EngineThread:
         """The text side ended a request after `token_index` tokens; nothing if it has ended."""
         self._inbox.put(partial(self._finish, request_id, token_index))
 
+    def call[T](self, work: Callable[[], T]) -> T:
+        """Run `work` on the engine's thread, between two steps, and return what it returns or
+        raise what it raises; EngineDeadError if the thread ends before. Not from a sink."""
+        answer: Future[T] = Future()
+        with self._calls.waiting_for(answer):
+            self._inbox.put(partial(self._answer, answer, work))
+            return answer.result()
+
+    def enter(self, add: Callable[[], Request], announce: Callable[[Request], None]) -> Request:
+        """Let `add` queue a request that has output already, and `announce` it before its first
+        event, which brings that output. Both run on the engine's thread; what they raise is raised
+        here, and the request is gone then."""
+
+        def work() -> Request:
+            if self._stopping:
+                raise EngineDeadError("the engine is shutting down")
+            request = add()
+            try:
+                announce(request)
+            except BaseException:
+                self._engine.abort(request.request_id)
+                raise
+            self._live.add(request.request_id)
+            if request.output_token_ids:
+                output = tuple(request.output_token_ids)
+                self._on_events([TokenEvent(request.request_id, output, None)])
+            return request
+
+        return self.call(work)
+
     def stop(self) -> None:
         """Abort what is running, emit its last events, then end the thread."""
         self._inbox.put(self._stop)
@@ -139,6 +175,7 @@ class EngineThread:
             self._error = error
         finally:
             self._settled.set()
+            self._calls.end(self._error)
             self._on_exit(self._error)
             self._engine.close()
 
@@ -186,10 +223,52 @@ class EngineThread:
             self._live.discard(request_id)
             self._engine.finish(request_id, token_index)
 
+    def _answer[T](self, answer: Future[T], work: Callable[[], T]) -> None:
+        if not answer.set_running_or_notify_cancel():  # who asked has been interrupted
+            return
+        try:
+            answer.set_result(work())
+        except Exception as error:
+            answer.set_exception(error)
+            if isinstance(error, EngineDeadError) and not self._stopping:
+                raise
+
     def _stop(self) -> None:
         self._stopping = True
         for request_id in self._live:
             self._engine.abort(request_id)
+
+
+class PendingCalls:
+    """Who waits for an answer of the engine's thread: nobody does so after its end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards both below
+        self._answers: set[Future[Any]] = set()
+        self._ended_because: str | None = None
+
+    @contextmanager
+    def waiting_for(self, answer: Future[Any]) -> Iterator[None]:
+        """Raises EngineDeadError if nobody will answer."""
+        with self._lock:
+            if self._ended_because is not None:
+                raise EngineDeadError(self._ended_because)
+            self._answers.add(answer)
+        try:
+            yield
+        finally:
+            answer.cancel()
+            with self._lock:
+                self._answers.discard(answer)
+
+    def end(self, error: BaseException | None) -> None:
+        """The thread has ended: whoever still waits hears of it."""
+        text = "the engine has been shut down" if error is None else describe_death(error)
+        with self._lock:
+            self._ended_because = text
+            for answer in self._answers:
+                if not answer.done():
+                    answer.set_exception(EngineDeadError(text))
 
 
 def describe_death(error: BaseException) -> str:

@@ -13,20 +13,19 @@ Pages that are released or evicted may still be written or read by the step in f
 transfers run in the order they were given to the device, so their next owner overwrites them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain, islice, zip_longest
 
 from jaxserve.engine.cache_stats import CacheCounts, CacheStats
 from jaxserve.engine.holding import Holding, check_findable, check_pages, first_seen_page
 from jaxserve.engine.page_allocator import PageAllocator
 from jaxserve.engine.page_moves import NO_SLOT, Origin
+from jaxserve.engine.page_needs import UNLIMITED_TOKENS, longest_alone, pages_for, pages_needed
 from jaxserve.engine.page_tree import Node
 from jaxserve.engine.plan import Transfers
 from jaxserve.engine.prefix_cache import PrefixCache
 from jaxserve.engine.prefix_hit import Hit, HitFinder
 from jaxserve.engine.request import Request
-
-UNLIMITED_TOKENS = 2**31 - 2  # positions are int32
 
 
 class KVManager:
@@ -69,7 +68,7 @@ class KVManager:
         self._windowed = [(g, w) for g, w in enumerate(windows) if w is not None]
         self._holdings: dict[Request, Holding] = {}
         self._counts = CacheCounts()
-        self.capacity_tokens = self._capacity()
+        self.capacity_tokens = longest_alone(num_pages - 1, page_size, windows, max_chunk)
         self._start_empty()
 
     def _start_empty(self) -> None:
@@ -102,33 +101,11 @@ class KVManager:
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens in one group."""
-        return -(-num_tokens // self.page_size)
+        return pages_for(num_tokens, self.page_size)
 
     def pages_needed(self, num_tokens: int) -> int:
-        """The most pages, over all groups, that a request of `num_tokens` tokens holds at once.
-
-        A windowed group: with c tokens committed, the oldest token a later query sees is
-        c - window + 1; one step in flight and one being planned take at most 2 * max_chunk
-        tokens from c on. These window - 1 + 2 * max_chunk tokens may begin at the last slot of
-        a page, so they touch one page more than they fill.
-        """
-        pages = self.pages_for(num_tokens)
-        total = pages * (self.num_groups - len(self._windowed))
-        for _, window in self._windowed:
-            span = window - 1 + 2 * self.max_chunk
-            total += min(pages, self.pages_for(span - 1) + 1)
-        return total
-
-    def _capacity(self) -> int:
-        """The longest request that fits alone, in tokens."""
-        low, high = 0, UNLIMITED_TOKENS
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.pages_needed(middle) <= self.num_pages - 1:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        """The most pages, over all groups, that a request of `num_tokens` tokens holds at once."""
+        return pages_needed(num_tokens, self.page_size, self.windows, self.max_chunk)
 
     # ------------------------------------------------------------------ a request's pages
 
@@ -242,6 +219,27 @@ class KVManager:
         held = {page for pages in request.pages for page in pages if page}
         self._let_go(request, holding)
         return freed + [page for page in sorted(held) if self._allocator.ref_count(page) == 0]
+
+    def adopt(
+        self, request: Request, num_tokens: int, first_pages: Sequence[int]
+    ) -> list[int] | None:
+        """Take pages for the KV of a request's first tokens, which comes from elsewhere: in group
+        g those from first_pages[g] on. Returns them, group by group, to be written before anything
+        else happens; `release` then makes them findable. None: too few, or nothing is cached."""
+        num_pages = self.pages_for(num_tokens)
+        count = sum(num_pages - first for first in first_pages)
+        if not self.prefix_cache or count > self.num_free:
+            return None
+        pages = self._take(count)
+        taken = iter(pages)
+        request.pages = tuple(
+            [0] * first + list(islice(taken, num_pages - first)) for first in first_pages
+        )
+        request.num_computed = num_tokens
+        root = self._cache.tree.root(request)
+        root.pins += 1
+        self._holdings[request] = Holding(root, 0, list(first_pages))
+        return pages
 
     def take_transfers(self) -> Transfers:
         """What must be moved before the next step; it is forgotten here."""

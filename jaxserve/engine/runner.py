@@ -132,6 +132,11 @@ class Runner:
         )
 
     @property
+    def params(self) -> Params:
+        """The weights, where they are used."""
+        return self._params
+
+    @property
     def pool(self) -> KVPool:
         """The pool as it is after the last dispatched step."""
         return self._pool

@@ -87,6 +87,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------ requests in and out
 
+    def find(self, request_id: str) -> Request | None:
+        """The waiting or running request of this id; None if there is none."""
+        entry = self._queues.get(request_id)
+        return None if entry is None else entry.request
+
     def check_fits(self, num_prompt_tokens: int) -> None:
         """Raise InvalidRequestError for a prompt that could never run, even alone."""
         if num_prompt_tokens < 1:

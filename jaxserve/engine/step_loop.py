@@ -109,7 +109,7 @@ class StepLoop:
         failure: Exception | None = None
         if not plan.is_empty or not plan.transfers.is_empty:
             try:
-                self._move_pages(plan.transfers)
+                self.move_pages(plan.transfers)
                 if not plan.is_empty:
                     self._in_flight = self._launch(plan, previous)
                     timings.bucket = self._in_flight.bucket.name
@@ -119,7 +119,7 @@ class StepLoop:
         if previous is not None:
             self._finish(previous, timings)
         if failure is not None:
-            self._recover(plan, failure)
+            self.recover(plan, failure)
         if not self._asynchronous and self._in_flight is not None:
             launched, self._in_flight = self._in_flight, None
             self._finish(launched, timings)
@@ -153,7 +153,7 @@ class StepLoop:
         for request in self._scheduler.expire(now):
             self._events.append(TokenEvent(request.request_id, (), None, "timeout"))
 
-    def _move_pages(self, transfers: Transfers) -> None:
+    def move_pages(self, transfers: Transfers) -> None:
         """What the scheduler wants to be in its place before the step."""
         if not transfers.is_empty:
             moved, seconds = apply_transfers(self._runner, self._host_pages, transfers)
@@ -203,7 +203,7 @@ class StepLoop:
         try:
             output = step.handle.result()
         except Exception as error:  # whatever XLA raises
-            self._recover(step.plan, error)
+            self.recover(step.plan, error)
             return
         now = time.monotonic()
         seconds = now - max(step.dispatched, self._last_result)
@@ -231,8 +231,12 @@ class StepLoop:
 
     # ------------------------------------------------------------------ failures
 
-    def _recover(self, plan: Plan, error: Exception) -> None:
-        """Rebuild the pool and let every request be recomputed from its tokens."""
+    def recover(self, plan: Plan, error: Exception) -> None:
+        """Rebuild the pool and let every request be recomputed from its tokens.
+
+        plan: what could not be run; empty if no step did it. Raises EngineDeadError if steps keep
+        failing.
+        """
         self._failures += 1
         log.exception(
             "step failed (%d in a row); recomputing all requests", self._failures, exc_info=error
