@@ -9,8 +9,9 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Self
 
 from jaxserve.config import EngineConfig
@@ -22,9 +23,18 @@ from jaxserve.engine.client import EngineClient
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.offline_batch import BatchProgress, OfflineBatch
 from jaxserve.engine.outputs import GenerationRequest
+from jaxserve.engine.read_prompt import (
+    Prompt,
+    ReadPrompt,
+    at_place,
+    many_prompts,
+    read_conversation,
+    read_prompt,
+    require_list,
+)
 from jaxserve.engine.request_output import CompletionOutput, OutputCollector, RequestOutput
+from jaxserve.engine.run import Run
 from jaxserve.errors import EngineDeadError, InvalidRequestError
-from jaxserve.loading.chat_template import encode_chat
 from jaxserve.loading.load import load_model
 from jaxserve.loading.loaded_model import LoadedModel
 from jaxserve.loading.model_cache import home
@@ -34,19 +44,10 @@ from jaxserve.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "Run"]
 
-# {"prompt": text} or {"prompt_token_ids": ids}, with or without "cache_salt"
-Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
 OneOrMoreParams = SamplingParams | Iterable[SamplingParams] | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _ReadPrompt:
-    text: str | None
-    token_ids: tuple[int, ...]
-    cache_salt: str = ""
 
 
 class _PromptJob(OutputCollector):
@@ -131,9 +132,11 @@ class LLM:
         starts; prompts of an iterator are read as there is room for them, and a bad one then ends
         those before it.
         """
-        prompts = _many(prompts)
+        prompts = many_prompts(prompts)
         if isinstance(prompts, Sequence):
-            read = [_at("prompt", i, self._read_prompt, p) for i, p in enumerate(prompts)]
+            read = [
+                at_place("prompt", i, read_prompt, self.model, p) for i, p in enumerate(prompts)
+            ]
             return self._run(read, sampling_params, use_tqdm, timeout)
         results = dict(self.stream_results(prompts, sampling_params, use_tqdm, timeout=timeout))
         return [results[index] for index in range(len(results))]
@@ -153,7 +156,7 @@ class LLM:
 
         Raises InvalidRequestError naming the prompt's index, after what ended before it.
         """
-        prompts = _many(prompts)
+        prompts = many_prompts(prompts)
         count = len(prompts) if isinstance(prompts, Sized) else None
         return self._stream(self._jobs(prompts, sampling_params, timeout), use_tqdm, count)
 
@@ -174,7 +177,7 @@ class LLM:
         without special tokens of our own. Raises InvalidRequestError as `generate` does, and for
         a model without a chat template.
         """
-        _require_list("messages", messages)
+        require_list("messages", messages)
         if not messages:
             raise InvalidRequestError("messages is empty; give at least one message", "messages")
         options = {
@@ -183,13 +186,38 @@ class LLM:
             "extra": chat_template_kwargs,
         }
         if isinstance(messages[0], Mapping):
-            read = [self._read_conversation(messages, options)]
+            read = [read_conversation(self.model, messages, options)]
         else:
             read = [
-                _at("conversation", i, self._read_conversation, conversation, options)
+                at_place("conversation", i, read_conversation, self.model, conversation, options)
                 for i, conversation in enumerate(messages)
             ]
         return self._run(read, sampling_params, use_tqdm, timeout)
+
+    def start(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        timeout: float | None = None,
+    ) -> Run:
+        """Begin one request and return it as an object that can be read while it grows, forked,
+        saved and aborted (see `Run`). Arguments as of `generate`; n must be 1.
+
+        Raises InvalidRequestError, QueueFullError or EngineDeadError.
+        """
+        read = read_prompt(self.model, prompt)
+        params = sampling_params or self.get_default_sampling_params()
+        run = Run(self.client, self._new_id, read.token_ids, params)
+        return run.submit(timeout, read.cache_salt)
+
+    def load(self, path: str | Path) -> Run:
+        """Let a run go on from the file that `Run.save` wrote: with the tokens that it would have
+        had, if model, dtype and backend are the same.
+
+        Raises InvalidRequestError if the file is damaged, of another model, or does not fit.
+        """
+        return Run(self.client, self._new_id).load(path)
 
     @property
     def client(self) -> EngineClient:
@@ -218,44 +246,12 @@ class LLM:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _read_prompt(self, prompt: Prompt) -> _ReadPrompt:
-        if isinstance(prompt, str):
-            prompt = {"prompt": prompt}
-        if not isinstance(prompt, Mapping):
-            raise InvalidRequestError(
-                f"a prompt of type {type(prompt).__name__}; give a text, or token ids as "
-                '{"prompt_token_ids": [...]}',
-                "prompt",
-            )
-        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        salt = prompt.get("cache_salt") or ""
-        unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
-        if unknown or (text is None and ids is None):
-            keys = ", ".join(sorted(map(str, prompt)))[:80]
-            raise InvalidRequestError(
-                f'a prompt with the keys ({keys}); give "prompt" or "prompt_token_ids"', "prompt"
-            )
-        if text is not None and not isinstance(text, str):
-            raise InvalidRequestError(f"the prompt is a {type(text).__name__}, not text", "prompt")
-        if ids is not None:
-            return _ReadPrompt(text, _token_ids(ids), salt)
-        assert text is not None
-        return _ReadPrompt(text, tuple(self.model.tokenizer.encode(text)), salt)
-
-    def _read_conversation(self, messages: Any, options: Mapping[str, Any]) -> _ReadPrompt:
-        template = self.model.chat_template
-        if template is None:
-            raise InvalidRequestError(
-                f"the model {self.model.name} has no chat template (a base model); use generate",
-                "messages",
-            )
-        _require_list("messages", messages)
-        text = template.render(messages, **options)
-        return _ReadPrompt(text, tuple(encode_chat(self.model.tokenizer, text)))
+    def _new_id(self) -> str:
+        return str(next(self._request_ids))
 
     def _run(
         self,
-        prompts: Sequence[_ReadPrompt],
+        prompts: Sequence[ReadPrompt],
         sampling_params: OneOrMoreParams,
         use_tqdm: bool,
         timeout: float | None,
@@ -263,7 +259,7 @@ class LLM:
         """Run prompts that are all there, and the checks of all before the first."""
         all_params = self._params_per_prompt(sampling_params, len(prompts))
         jobs = [
-            _at("prompt", index, self._job, index, prompt, params, timeout)
+            at_place("prompt", index, self._job, index, prompt, params, timeout)
             for index, (prompt, params) in enumerate(zip(prompts, all_params, strict=True))
         ]
         with self._turn:
@@ -281,7 +277,7 @@ class LLM:
         else:
             all_params = iter(sampling_params)
         for index, prompt in enumerate(prompts):
-            read = _at("prompt", index, self._read_prompt, prompt)
+            read = at_place("prompt", index, read_prompt, self.model, prompt)
             params = next(all_params, None)
             if params is None:
                 raise InvalidRequestError(
@@ -289,14 +285,14 @@ class LLM:
                     "for each",
                     "sampling_params",
                 )
-            yield _at("prompt", index, self._job, index, read, params, timeout)
+            yield at_place("prompt", index, self._job, index, read, params, timeout)
 
     def _job(
-        self, index: int, prompt: _ReadPrompt, params: SamplingParams, timeout: float | None
+        self, index: int, prompt: ReadPrompt, params: SamplingParams, timeout: float | None
     ) -> _PromptJob:
         self.client.check(prompt.token_ids, params)
         request = GenerationRequest(
-            str(next(self._request_ids)),
+            self._new_id(),
             prompt.token_ids,
             params,
             timeout=timeout,
@@ -339,32 +335,3 @@ def _engine_config(fields: Mapping[str, Any]) -> EngineConfig:
             + ", ".join(sorted(known))
         )
     return EngineConfig(**fields)
-
-
-def _at[T](what: str, index: int, check: Callable[..., T], *args: Any) -> T:
-    """check(*args), with the place in the user's list in front of its error."""
-    try:
-        return check(*args)
-    except InvalidRequestError as error:
-        raise InvalidRequestError(f"{what} {index}: {error}", error.param) from error
-
-
-def _many(prompts: Prompt | Iterable[Prompt]) -> Iterable[Prompt]:
-    """The prompts; one alone becomes a list of one."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
-        raise InvalidRequestError(f"prompts is a {type(prompts).__name__}, not a list", "prompts")
-    return prompts
-
-
-def _require_list(name: str, value: Any) -> None:
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        raise InvalidRequestError(f"{name} is a {type(value).__name__}, not a list", name)
-
-
-def _token_ids(ids: Any) -> tuple[int, ...]:
-    """The ids as a tuple; arrays become Python numbers. The client checks each."""
-    listed = ids.tolist() if hasattr(ids, "tolist") else ids
-    _require_list("prompt_token_ids", listed)
-    return tuple(listed)

@@ -10,10 +10,13 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from jaxserve.engine.engine_thread import EngineLike, EngineThread
 from jaxserve.engine.outputs import GenerationRequest
 from jaxserve.engine.request import Request
+from jaxserve.engine.request_state import RequestState
+from jaxserve.engine.state_file import read_state, write_state
 from jaxserve.engine.text_stream import TextTokenizer
 from jaxserve.engine.text_thread import Sink, TextThread
 from jaxserve.errors import EngineDeadError, InvalidRequestError
@@ -116,13 +119,7 @@ class EngineClient:
         """
         if not prompt_token_ids:
             raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
-        for token in prompt_token_ids:
-            if not is_int(token) or not 0 <= token < self._vocab_size:
-                raise InvalidRequestError(
-                    f"the prompt holds the token id {_show(token)}; the model's vocabulary has "
-                    f"{self._vocab_size} ids, whole numbers from 0 to {self._vocab_size - 1}",
-                    "prompt",
-                )
+        self._check_tokens(prompt_token_ids, "prompt")
         params.check_against_model(self._vocab_size)
         if params.n > self.max_inflight:
             raise InvalidRequestError(
@@ -144,6 +141,79 @@ class EngineClient:
         for choice_id in self._text.open_choice_ids(request_id):
             self._thread.abort(choice_id)
 
+    # ------------------------------------------------------------------ runs (engine/run.py)
+
+    def fork(
+        self,
+        parent: str,
+        prompt_token_ids: Sequence[int],
+        request_id: str,
+        sink: Sink,
+        *,
+        params: SamplingParams | None = None,
+        seed: int | None = None,
+        at: int | None = None,
+    ) -> tuple[Request, int]:
+        """A copy of an open user request of one choice, with this prompt, as a new one; see
+        RequestStates.fork.
+
+        Returns it, and how many output tokens it inherited; its first delta brings them. Raises
+        InvalidRequestError, QueueFullError or EngineDeadError, and then no delta comes. Not from a
+        sink.
+        """
+        max_tokens = None if params is None else self.check(prompt_token_ids, params)
+        if params is not None and seed is None:
+            seed = params.seed
+        return self._thread.enter(
+            lambda: self._engine.states.fork(
+                f"{parent}-0",
+                f"{request_id}-0",
+                params=params,
+                max_tokens=max_tokens,
+                seed=seed,
+                at=at,
+            ),
+            lambda request: self._text.open(request_id, [request], sink),
+        )
+
+    def save(self, request_id: str, path: Path) -> RequestState:
+        """Write the state of an open user request of one choice to a file; it goes on meanwhile.
+
+        Raises InvalidRequestError if it has ended, OSError, EngineDeadError. Not from a sink.
+        """
+        states = self._engine.states
+        copy = self._thread.call(lambda: states.copy_out(f"{request_id}-0"))
+        state = copy.result(states.form)
+        write_state(path, state, states.identity)
+        return state
+
+    def load(self, path: Path, request_id: str, sink: Sink) -> tuple[Request, int]:
+        """Let a saved request go on as a new one; returns as `fork` does.
+
+        Raises InvalidRequestError if the file or the request cannot be taken, and as `fork` does.
+        """
+        states = self._engine.states
+        state = read_state(path, states.identity, states.form, self._engine.max_model_len)
+        max_tokens = self.check(state.prompt_token_ids, state.params)
+        self._check_tokens(state.output_token_ids, "saved output")
+        request = Request(
+            request_id=f"{request_id}-0",
+            prompt_token_ids=state.prompt_token_ids,
+            params=state.params,
+            max_tokens=max_tokens,
+            seed=state.seed,
+            eos_token_ids=self._eos_token_ids,
+            choice=state.choice,
+            priority=state.priority,
+            arrival_time=time.monotonic(),
+            output_token_ids=list(state.output_token_ids),
+            cache_salt=state.cache_salt,
+        )
+        return self._thread.enter(
+            lambda: states.put_back(request, state.pages),
+            lambda request: self._text.open(request_id, [request], sink),
+        )
+
     def is_healthy(self, stall_seconds: float) -> bool:
         """Ready, both threads alive, and no step older than `stall_seconds` still unfinished."""
         return self._text.is_alive and self._thread.is_progressing(stall_seconds)
@@ -157,6 +227,15 @@ class EngineClient:
     def num_inflight(self) -> int:
         """Choices submitted whose last delta has not been published."""
         return self._text.num_open
+
+    def _check_tokens(self, token_ids: Sequence[int], where: str) -> None:
+        for token in token_ids:
+            if not is_int(token) or not 0 <= token < self._vocab_size:
+                raise InvalidRequestError(
+                    f"the {where} holds the token id {_show(token)}; the model's vocabulary has "
+                    f"{self._vocab_size} ids, whole numbers from 0 to {self._vocab_size - 1}",
+                    "prompt",
+                )
 
     def _choices(self, request: GenerationRequest, max_tokens: int) -> list[Request]:
         seed = request.params.seed

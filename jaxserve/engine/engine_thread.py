@@ -133,12 +133,16 @@ class EngineThread:
             self._inbox.put(partial(self._answer, answer, work))
             return answer.result()
 
-    def enter(self, add: Callable[[], Request], announce: Callable[[Request], None]) -> Request:
+    def enter(
+        self, add: Callable[[], Request], announce: Callable[[Request], None]
+    ) -> tuple[Request, int]:
         """Let `add` queue a request that has output already, and `announce` it before its first
-        event, which brings that output. Both run on the engine's thread; what they raise is raised
-        here, and the request is gone then."""
+        event, which brings that output. Returns it, and how many output tokens it has.
 
-        def work() -> Request:
+        Both run on the engine's thread; what they raise is raised here, and nothing is queued then.
+        """
+
+        def work() -> tuple[Request, int]:
             if self._stopping:
                 raise EngineDeadError("the engine is shutting down")
             request = add()
@@ -148,10 +152,10 @@ class EngineThread:
                 self._engine.abort(request.request_id)
                 raise
             self._live.add(request.request_id)
-            if request.output_token_ids:
-                output = tuple(request.output_token_ids)
+            output = tuple(request.output_token_ids)
+            if output:
                 self._on_events([TokenEvent(request.request_id, output, None)])
-            return request
+            return request, len(output)
 
         return self.call(work)
 

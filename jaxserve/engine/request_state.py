@@ -8,6 +8,7 @@ its tokens is kept too, because computing it again takes time; it changes no tok
 
 from dataclasses import dataclass, field
 
+from jaxserve.engine.holding import first_seen_page
 from jaxserve.engine.page_programs import PageContents
 from jaxserve.sampling_params import SamplingParams
 
@@ -26,14 +27,13 @@ class PageForm:
     windows: tuple[int | None, ...]
     arrays: tuple[tuple[tuple[int, ...], str], ...]
 
-    def differences(self, other: "PageForm") -> str:
-        """The names of what differs, for a message."""
-        names = ("page_size", "dtype", "backend", "windows", "arrays")
-        return ", ".join(name for name in names if getattr(self, name) != getattr(other, name))
-
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens in one table group."""
         return -(-num_tokens // self.page_size)
+
+    def first_seen(self, num_tokens: int, window: int | None) -> int:
+        """The first page that the query after `num_tokens` tokens sees."""
+        return first_seen_page(num_tokens, window, self.page_size)
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,6 @@ class SavedPages:
     num_tokens: int
     first_pages: tuple[int, ...]
     contents: PageContents
-
-    @property
-    def num_pages(self) -> int:
-        return count_pages(self.form, self.num_tokens, self.first_pages)
 
 
 def count_pages(form: PageForm, num_tokens: int, first_pages: tuple[int, ...]) -> int:

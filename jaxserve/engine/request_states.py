@@ -70,10 +70,10 @@ class RequestStates:
         parent_id: str,
         child_id: str,
         *,
-        params: SamplingParams | None,
-        max_tokens: int | None,
-        seed: int | None,
-        at: int | None,
+        params: SamplingParams | None = None,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        at: int | None = None,
     ) -> Request:
         """Queue a copy of a waiting or running request, which shares its pages copy-on-write.
 
