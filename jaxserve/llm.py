@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.compile_cache import use_compile_cache
+from jaxserve.core.gpu_memory import use_gpu_memory
 from jaxserve.core.program_loader import ProgramLoader, program_store
 from jaxserve.core.threads import use_threads
 from jaxserve.engine.batch_display import batch_display
@@ -79,6 +80,7 @@ class LLM:
     ) -> None:
         config = _engine_config(engine_config)
         use_threads(threads)
+        use_gpu_memory(config.gpu_memory_utilization)
         use_compile_cache(home() / "compiled")
         name = model if isinstance(model, str) else model.name
         loader = ProgramLoader(program_store(), start=(name, quantization, config))

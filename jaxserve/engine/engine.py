@@ -7,15 +7,19 @@ Knows token ids only; text lives elsewhere. Every method is called from one thre
 from collections.abc import Callable, Sequence
 
 import jax
+from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.backends import make_ops
 from jaxserve.core.buckets import Bucket
 from jaxserve.core.kv_layout import kv_layout
+from jaxserve.core.kv_spec import KVSpec
 from jaxserve.core.mesh import make_mesh
+from jaxserve.core.ops import Ops
 from jaxserve.core.program_loader import ProgramLoader
 from jaxserve.core.step_batch import SamplingBatch, StepBatch
-from jaxserve.engine.engine_shape import engine_shape
+from jaxserve.engine.engine_shape import EngineShape, engine_shape
+from jaxserve.engine.fit_memory import fit_to_device
 from jaxserve.engine.host_pages import HostPages, slots_in
 from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.outputs import StepStats
@@ -59,35 +63,20 @@ class Engine:
         """
         kv_spec = model.model.kv_spec(model.config)
         ops = make_ops(config.attention_backend, kv_spec)
+        mesh = make_mesh(devices)
+        self._loader = loader or ProgramLoader()
+        config = fit_to_device(model, config, kv_spec, ops, mesh, self._loader)
         shape = engine_shape(model, config, kv_spec, max_chunk)
         if not is_built_in(model.model):  # those are checked by our tests
             check_contract(model.model, model.config, ops, shape.dtype.name)
-        programs = Programs(
-            model.model,
-            model.config,
-            ops,
-            vocab_size=model.vocab_size,
-            page_size=shape.page_size,
-            max_rows=shape.max_rows,
-            mesh=make_mesh(devices),
-        )
         state_slots = config.max_batch_rows + 1
-        layout = kv_layout(kv_spec)
-        page_bytes = layout.page_bytes(shape.page_size, shape.kv_dtype.itemsize)
+        page_bytes = kv_layout(kv_spec).page_bytes(shape.page_size, shape.kv_dtype.itemsize)
         host_slots = slots_in(config.kv_host_memory, page_bytes)
-        self.kv_manager = KVManager(
-            shape.num_pages,
-            shape.page_size,
-            layout.windows,
-            max_chunk=shape.limits.max_chunk or shape.limits.max_batch_tokens,
-            prefix_cache=config.prefix_cache,
-            host_pages=host_slots,
-            kind=shape.kv_dtype.name,
-        )
+        self._host_bytes = host_slots * page_bytes
+        self.kv_manager = _make_manager(config, kv_spec, shape, host_slots)
         self.scheduler = Scheduler(shape.limits, self.kv_manager)
-        self._loader = loader or ProgramLoader()
         self.runner = Runner(
-            programs,
+            _make_programs(model, ops, shape, mesh),
             model.params,
             kv_spec,
             self._loader,
@@ -127,7 +116,12 @@ class Engine:
         """
         assert self._warm_up is None, "an engine is warmed up once"
         self._warm_up = WarmUp(
-            self.runner, self._loader, self.bucket_table, self._empty_inputs, progress
+            self.runner,
+            self._loader,
+            self.bucket_table,
+            self._empty_inputs,
+            progress,
+            host_tier=self._host_bytes,
         )
         if wait_for_all:
             self._warm_up.load_all()
@@ -199,3 +193,29 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant of the host side is broken. For tests."""
         self.scheduler.check_integrity()
+
+
+def _make_programs(model: LoadedModel, ops: Ops, shape: EngineShape, mesh: Mesh) -> Programs:
+    return Programs(
+        model.model,
+        model.config,
+        ops,
+        vocab_size=model.vocab_size,
+        page_size=shape.page_size,
+        max_rows=shape.max_rows,
+        mesh=mesh,
+    )
+
+
+def _make_manager(
+    config: EngineConfig, kv_spec: KVSpec, shape: EngineShape, host_slots: int
+) -> KVManager:
+    return KVManager(
+        shape.num_pages,
+        shape.page_size,
+        kv_layout(kv_spec).windows,
+        max_chunk=shape.limits.max_chunk or shape.limits.max_batch_tokens,
+        prefix_cache=config.prefix_cache,
+        host_pages=host_slots,
+        kind=shape.kv_dtype.name,
+    )

@@ -85,6 +85,18 @@ class KVManager:
 
     # ------------------------------------------------------------------ sizes
 
+    def unused_places(self, requests: Iterable[Request]) -> int:
+        """Places for tokens in the pages of `requests` that none of their tokens will fill.
+
+        They are behind a request's last token, in pages it shares with nobody.
+        """
+        size = self.page_size
+        return sum(
+            max(0, len(pages) * size - request.num_tokens)
+            for request in requests
+            for pages in request.pages
+        )
+
     @property
     def num_free(self) -> int:
         """Pages that can be had without preempting anybody: free ones and evictable ones."""

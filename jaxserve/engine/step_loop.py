@@ -72,6 +72,7 @@ class StepLoop:
         self._vocab_size = vocab_size
         self._asynchronous = asynchronous
         self._slots = PenaltySlots(state_slots)
+        self._cache_stats = scheduler.manager.stats
         self._buckets: tuple[Bucket, ...] = ()  # those the scheduler plans for
         self._in_flight: InFlight | None = None
         self._events: list[TokenEvent] = []
@@ -288,6 +289,8 @@ class StepLoop:
 
     def _stats(self, plan: Plan, timings: StepTimings) -> StepStats:
         manager = self._scheduler.manager
+        before, self._cache_stats = self._cache_stats, manager.stats
+        now = self._cache_stats
         return StepStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -304,4 +307,10 @@ class StepLoop:
             late_compiles=self._runner.late_compiles,
             queue_seconds=tuple(timings.queue_seconds),
             prefill_seconds=tuple(timings.prefill_seconds),
+            prefix_queried_tokens=now.queried_tokens - before.queried_tokens,
+            prefix_hit_tokens=now.hit_tokens - before.hit_tokens,
+            kv_waste_tokens=manager.unused_places(self._scheduler.running),
+            pages_cached=now.cached_pages,
+            pages_stored=now.stored_pages - before.stored_pages,
+            pages_loaded=now.loaded_pages - before.loaded_pages,
         )

@@ -1,4 +1,4 @@
-"""A real engine behind the server: cached tokens in usage, salts, time limits."""
+"""A real engine behind the server: cached tokens in usage and metrics, salts, time limits."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -32,6 +32,7 @@ async def ask(server: RunningServer, **fields: object) -> tuple[int, str]:
 
 
 async def test_b12_cached_tokens_are_told_and_salts_keep_apart(server: RunningServer) -> None:
+    hits = await server.metric("prefix_cache_hits_total")
     first, text = await ask(server)
     assert first == 0
     again, same = await ask(server)
@@ -40,6 +41,8 @@ async def test_b12_cached_tokens_are_told_and_salts_keep_apart(server: RunningSe
     assert await ask(server, cache_salt="mine") == (0, text)
     assert await ask(server, cache_salt="yours") == (0, text)
     assert (await ask(server, cache_salt="mine"))[0] == again
+    assert await server.metric("prefix_cache_hits_total") == hits + 2 * again
+    assert await server.metric("prefix_cache_queries_total") >= 5 * 34
 
 
 async def test_cached_tokens_do_not_count_what_choices_share(server: RunningServer) -> None:
