@@ -70,9 +70,7 @@ class Engine:
         if not is_built_in(model.model):  # those are checked by our tests
             check_contract(model.model, model.config, ops, shape.dtype.name)
         state_slots = config.max_batch_rows + 1
-        page_bytes = kv_layout(kv_spec).page_bytes(shape.page_size, shape.kv_dtype.itemsize)
-        host_slots = slots_in(config.kv_host_memory, page_bytes)
-        self._host_bytes = host_slots * page_bytes
+        host_slots, self._host_bytes = _host_tier(config, kv_spec, shape)
         self.kv_manager = _make_manager(config, kv_spec, shape, host_slots)
         self.scheduler = Scheduler(shape.limits, self.kv_manager)
         self.runner = Runner(
@@ -193,6 +191,13 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise AssertionError if an invariant of the host side is broken. For tests."""
         self.scheduler.check_integrity()
+
+
+def _host_tier(config: EngineConfig, kv_spec: KVSpec, shape: EngineShape) -> tuple[int, int]:
+    """Pages that kv_host_memory has room for, and their bytes."""
+    page_bytes = kv_layout(kv_spec).page_bytes(shape.page_size, shape.kv_dtype.itemsize)
+    slots = slots_in(config.kv_host_memory, page_bytes)
+    return slots, slots * page_bytes
 
 
 def _make_programs(model: LoadedModel, ops: Ops, shape: EngineShape, mesh: Mesh) -> Programs:
