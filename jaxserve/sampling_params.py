@@ -28,6 +28,8 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0 or -1, top_p 1 and min_p 0 switch the filter off; top_p 0
     keeps the most likely token only. max_tokens None means "up to the context length".
     Ties at a filter's threshold are all kept, so a result never depends on the order of ties.
+    logprobs, prompt_logprobs: for each output or prompt token its own raw log-probability and those
+    of so many of the most likely tokens; None: none at all.
 
     Raises InvalidRequestError naming the field when a value is out of range.
     """
@@ -49,6 +51,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
@@ -71,8 +74,9 @@ class SamplingParams:
                 "lower min_tokens or raise max_tokens",
                 "min_tokens",
             )
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))

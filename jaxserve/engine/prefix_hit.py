@@ -45,8 +45,8 @@ class HitFinder:
 
     def find(self, request: Request, source: Request | None = None) -> Hit:
         """The best hit in the cache, or in what the running request `source` has computed if that
-        is more. At most num_tokens - 1 tokens."""
-        limit = request.num_tokens - 1
+        is more. At most request.max_shared tokens."""
+        limit = request.max_shared
         hit = Hit(0)
         path: list[Node] = []
         if self._tree is not None:

@@ -1,9 +1,10 @@
-"""The programs of an engine: two per bucket and a few for rare events, all ahead of time.
+"""The programs of an engine: two or three per bucket and a few for rare events, ahead of time.
 
-forward: tokens -> hidden states at the sampled positions, pool donated.
+forward: tokens -> hidden states at the sampled positions, and of all prefill tokens; pool donated.
 sample: hidden -> logits -> tokens, sampling state donated.
-Two calls, so that a token mask can be made while forward runs, and so that sampling never
-multiplies the forward shapes.
+score: hidden states of prefill tokens -> logprobs of the prompt tokens that follow, where wanted.
+Separate calls, so that a token mask can be made while forward runs, and so that sampling and
+scoring never multiply the forward shapes, nor change a bit of what forward computes.
 """
 
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from jaxserve.core.step_batch import (
 from jaxserve.engine.page_programs import BATCH, copy_pages, read_pages, write_pages
 from jaxserve.models.base import Config, ModelDef, Params
 from jaxserve.sampling import sample, set_slot
+from jaxserve.sampling.logprobs import prompt_logprobs
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,8 @@ class LastOutput:
 jax.tree_util.register_dataclass(LastOutput, ["tokens", "num_accepted"], [])
 
 _LAST = LastOutput(0, 0)  # of which only the structure counts
-_OUTPUT = StepOutput(0, 0, 0, Logprobs(0, 0, 0, 0))
+_LOGPROBS = Logprobs(0, 0, 0, 0)
+_OUTPUT = StepOutput(0, 0, 0, _LOGPROBS)
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,13 @@ class Programs:
 
     def forward(
         self, params: Params, pool: KVPool, batch: StepBatch, last: LastOutput
-    ) -> tuple[jax.Array, KVPool]:
-        """hidden [R, W, E] at batch.sample_at, and the pool with this step's keys and values."""
+    ) -> tuple[jax.Array, jax.Array | None, KVPool]:
+        """hidden [R, W, E] at batch.sample_at, hidden [prefill tokens, E] (None in a decode step),
+        and the pool with this step's keys and values."""
         batch = resolve_previous(batch, last.tokens, last.num_accepted, self.page_size)
         hidden, _taps, pool = self.model.forward(self.config, params, batch, pool, self.ops)
-        return hidden[batch.sample_at], pool
+        count = batch.prefill_tokens
+        return hidden[batch.sample_at], hidden[-count:] if count else None, pool
 
     def sample(
         self, params: Params, hidden: jax.Array, sampling: SamplingBatch, state: SamplingState
@@ -88,13 +93,25 @@ class Programs:
         )
         return output, last, state
 
+    def score(self, params: Params, hidden: jax.Array, targets: jax.Array) -> Logprobs:
+        """Logprobs, leading axis [prefill tokens], of targets [prefill tokens] int32, the tokens
+        that follow; -1: not asked for."""
+        return prompt_logprobs(
+            hidden,
+            targets,
+            lambda piece: self.model.unembed(self.config, params, piece, self.ops),
+            self.vocab_size,
+            self.ops.row_sum,
+        )
+
     # The arguments below are arrays or shapes. What is donated is written in place.
 
     def forward_program(
         self, params: Params, pool: KVPool, batch: StepBatch, last: LastOutput
     ) -> Program:
         """`forward` for this batch's bucket; the pool is donated."""
-        places = (replicated(self.mesh), self._places(pool))
+        here = replicated(self.mesh)
+        places = (here, here if batch.prefill_tokens else None, self._places(pool))
         return self._program("forward", self.forward, (params, pool, batch, last), 1, places)
 
     def sample_program(
@@ -108,6 +125,16 @@ class Programs:
         hidden = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=replicated(self.mesh))
         results = self._everywhere((_OUTPUT, _LAST, state))
         return self._program("sample", self.sample, (params, hidden, sampling, state), 3, results)
+
+    def score_program(self, params: Params, hidden: jax.ShapeDtypeStruct) -> Program:
+        """`score` for this number of prefill tokens; nothing is donated."""
+        here = replicated(self.mesh)
+        args = (
+            params,
+            jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=here),
+            np.zeros(hidden.shape[0], np.int32),
+        )
+        return self._program("score", self.score, args, None, self._everywhere(_LOGPROBS))
 
     def scrub_program(self, pool: KVPool, num_pages: int) -> Program:
         """`scrub_pages` for that many pages; the pool is donated."""

@@ -4,6 +4,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from jaxserve.sampling_params import SamplingParams
 
 
@@ -24,6 +26,24 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
+@dataclass(frozen=True, eq=False)
+class PromptLogprobs:
+    """Raw log-probabilities of n tokens in a row of a prompt, each given what comes before it: the
+    token's own and those of the k most likely ones.
+
+    top_ids holds -1 where fewer than k tokens were possible.
+    """
+
+    token_ids: np.ndarray  # [n] int32
+    logprobs: np.ndarray  # [n] float32
+    ranks: np.ndarray  # [n] int32, 1 = most likely
+    top_ids: np.ndarray  # [n, k] int32, most likely first
+    top_logprobs: np.ndarray  # [n, k] float32
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
 @dataclass(frozen=True)
 class TokenEvent:
     """New output tokens of one request after one commit; the last event has a finish_reason.
@@ -31,6 +51,8 @@ class TokenEvent:
     finish_reason: "stop" (EOS, stop id or stop string), "length", "abort" or "error".
     stop_reason: the stop token id of the user, if that ended it; None for the model's EOS.
     token_ids includes the EOS or stop id that ended the request.
+    prompt_logprobs: of the prompt's tokens from the second one on, if they were asked for; with the
+    first token.
     """
 
     request_id: str
@@ -40,6 +62,7 @@ class TokenEvent:
     stop_reason: int | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(eq=False)
@@ -54,6 +77,8 @@ class Request:
     cache_salt, adapter_id: KV is shared only between requests in which both are equal.
     leader_id: the request whose prompt it shares (another choice of the same user request).
     deadline: `time.monotonic()` at which it ends, finished or not; None: never.
+    prompt_logprobs: those known and not reported yet (prompt_logprobs.py); num_prompt_logprobs: how
+    many are known, always of the first tokens after the prompt's first.
     page_hashes: the prefix cache's own notes; table_rows: the batch builder's.
     """
 
@@ -78,6 +103,8 @@ class Request:
     adapter_id: int = 0
     leader_id: str | None = None
     deadline: float | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    num_prompt_logprobs: int = 0
     page_hashes: list[bytes] = field(default_factory=list)
     table_rows: Any = field(default=None, repr=False)
 
@@ -89,6 +116,22 @@ class Request:
     def num_uncomputed(self) -> int:
         """Tokens still to be run before the next one can be drawn."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether they are still to be reported for it: with the first token of the first choice.
+        A request that begins with output (a fork, a loaded one) goes on from one that had them."""
+        asks = self.params.prompt_logprobs is not None and self.leader_id is None
+        return asks and not self.output_token_ids
+
+    @property
+    def max_shared(self) -> int:
+        """How many of its tokens may come from KV that exists already. The last one is always run,
+        and so are those whose successors' logprobs are still to be found."""
+        most = self.num_tokens - 1
+        if self.wants_prompt_logprobs and self.num_prompt_logprobs < len(self.prompt_token_ids) - 1:
+            return min(most, self.num_prompt_logprobs)
+        return most
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Tokens [start, stop) of prompt and output together."""

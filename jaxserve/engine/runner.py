@@ -24,7 +24,13 @@ from jaxserve.core.kv_spec import KVSpec
 from jaxserve.core.mesh import place_params, pool_shardings, replicated
 from jaxserve.core.program_loader import CompiledProgram, Leaves, Lowered, Program, ProgramLoader
 from jaxserve.core.program_memory import program_memory, step_temporaries, tree_bytes
-from jaxserve.core.step_batch import SamplingBatch, SamplingState, StepBatch, StepOutput
+from jaxserve.core.step_batch import (
+    Logprobs,
+    SamplingBatch,
+    SamplingState,
+    StepBatch,
+    StepOutput,
+)
 from jaxserve.engine.memory_plan import MemoryPlan
 from jaxserve.engine.page_programs import BATCH, PageContents, PagesHandle, batches, padded
 from jaxserve.engine.programs import LastOutput, Programs
@@ -40,13 +46,18 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class StepHandle:
-    """A dispatched step. `batch` and `sampling` are kept because XLA reads them without a copy."""
+    """A dispatched step. Its inputs are kept because XLA reads them without a copy.
+
+    scores, targets: None unless logprobs of prompt tokens were asked for.
+    """
 
     output: StepOutput
     batch: StepBatch
     sampling: SamplingBatch
     wants_logprobs: bool
     ended: threading.Event  # of the runner: some step has
+    scores: Logprobs | None = None
+    targets: np.ndarray | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -64,6 +75,10 @@ class StepHandle:
             return host
         tokens, num_accepted, ok = host
         return StepOutput(tokens, num_accepted, ok, output.logprobs)
+
+    def prompt_logprobs(self) -> Logprobs | None:
+        """Wait for the logprobs of the targets, [prefill tokens] of them, as numpy."""
+        return None if self.scores is None else jax.device_get(self.scores)
 
 
 class Runner:
@@ -101,6 +116,9 @@ class Runner:
         # The forward program of a bucket, the sample program of a number of rows.
         self._compiled: dict[Bucket | int, CompiledProgram] = {}
         self._helpers: dict[str, Future[CompiledProgram]] = {name: Future() for name in _HELPERS}
+        # The score program of a number of prefill tokens; there before a bucket of that many is.
+        self._score: dict[int, Future[CompiledProgram]] = {}
+        self._prefill_hidden: dict[int, jax.ShapeDtypeStruct] = {}  # what they read
         self._arriving = threading.Lock()
         self._buckets: tuple[Bucket, ...] = ()
         self._compiled_late = 0
@@ -157,11 +175,14 @@ class Runner:
         make_inputs: MakeInputs,
         progress: Progress | None = None,
         stop: threading.Event | None = None,
+        *,
+        scoring: bool = False,
     ) -> list[Program]:
         """Compile, or load from disk, the programs of these buckets, two at a time; returns them.
 
         `make_inputs` is the function that builds live batches, given nothing to do: warm-up and
         service cannot disagree about a shape or a dtype. `stop` ends it early, between programs.
+        scoring: also what only requests for prompt logprobs need; else `load_helpers` brings it.
         """
         programs: list[Program] = []
         jobs: list[Future[None]] = []
@@ -182,8 +203,14 @@ class Runner:
                 batch, sampling = make_inputs(bucket)
                 params, pages, last, state = self._shapes
                 forward = self._programs.forward_program(params, pages, batch, last)
-                hidden = begin(bucket, forward).results[0]
-                rows = bucket.num_rows
+                size, rows = bucket.prefill_tokens, bucket.num_rows
+                if size:
+                    self._score[size] = Future()
+                hidden, prompt, *_ = begin(bucket, forward).results
+                if size:
+                    self._prefill_hidden[size] = prompt
+                    if scoring:
+                        jobs.append(pool.submit(self._load_score, size))
                 if rows not in begun:
                     begun.add(rows)
                     begin(rows, self._programs.sample_program(params, hidden, sampling, state))
@@ -208,7 +235,8 @@ class Runner:
             progress(f"{name} is ready, in {time.monotonic() - began:.1f} s")
 
     def load_helpers(self) -> None:
-        """Compile the small programs that only rare events need; those wait for them."""
+        """Compile the programs that only rare events need, of what is loaded; those wait for
+        them."""
         _, pool, _, state = self._shapes
         programs = self._programs
         make: dict[str, Callable[[], Program]] = {
@@ -223,16 +251,39 @@ class Runner:
                 future.set_result(self._loader.compile(make[name]()))
             except Exception as error:  # whatever XLA raises: for who needs the program
                 future.set_exception(error)
+        for size, future in self._score.items():
+            if not future.done():
+                self._load_score(size)
 
-    def dispatch(self, bucket: Bucket, batch: StepBatch, sampling: SamplingBatch) -> StepHandle:
-        """Start a step. Pool and state are donated to it and replaced by its results."""
+    def _load_score(self, size: int) -> None:
+        try:
+            program = self._programs.score_program(self._shapes[0], self._prefill_hidden[size])
+            self._score[size].set_result(self._loader.compile(program))
+        except Exception as error:  # as of the helpers
+            self._score[size].set_exception(error)
+
+    def dispatch(
+        self,
+        bucket: Bucket,
+        batch: StepBatch,
+        sampling: SamplingBatch,
+        targets: np.ndarray | None = None,
+    ) -> StepHandle:
+        """Start a step. Pool and state are donated to it and replaced by its results.
+
+        targets int32 [prefill tokens]: the prompt tokens whose logprobs are wanted (see
+        `Programs.score`); None: nobody wants any.
+        """
+        score = None if targets is None else self._score[bucket.prefill_tokens].result()
         before = compilations.count
         forward, sample = self._compiled[bucket], self._compiled[bucket.num_rows]
-        hidden, self._pool = forward(self._param_leaves, self._pool, batch, self._last)
+        hidden, prompt, self._pool = forward(self._param_leaves, self._pool, batch, self._last)
         output, self._last, self._state = sample(self._param_leaves, hidden, sampling, self._state)
+        scores = None if score is None else score(self._param_leaves, prompt, targets)
         self._compiled_late += compilations.count - before
         wants_logprobs = bool((np.asarray(sampling.num_logprobs) >= 0).any())
-        return StepHandle(output, batch, sampling, wants_logprobs, self.first_step)
+        ended = self.first_step
+        return StepHandle(output, batch, sampling, wants_logprobs, ended, scores, targets)
 
     def set_counts(self, slot: int, in_prompt: np.ndarray, output_counts: np.ndarray) -> None:
         """Fill a penalty slot: in_prompt [V] bool, output_counts [V] int32."""
@@ -289,7 +340,10 @@ class Runner:
         host_tier: bytes of host memory for pages that left the pool.
         """
         params, pool, _, state = self._shapes
-        programs = (self._compiled[bucket], self._compiled[bucket.num_rows])
+        programs = [self._compiled[bucket], self._compiled[bucket.num_rows]]
+        score = self._score.get(bucket.prefill_tokens)
+        if score is not None and score.done() and score.exception() is None:
+            programs.append(score.result())
         memory = [program_memory(program.compiled) for program in programs]
         device = self._mesh.devices.flat[0]
         return MemoryPlan(

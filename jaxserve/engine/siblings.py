@@ -45,11 +45,11 @@ class Siblings:
 
 
 def shared(request: Request, source: Request) -> int:
-    """Tokens of `request`, its last one not counted, that `source` has computed.
+    """Tokens of `request`, at most its max_shared, that `source` has computed.
 
     Their prompts are the same.
     """
-    most = min(source.num_computed, request.num_tokens - 1)
+    most = min(source.num_computed, request.max_shared)
     prompt = len(request.prompt_token_ids)
     if most <= prompt:
         return most

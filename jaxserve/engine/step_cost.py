@@ -23,7 +23,7 @@ from jaxserve.sampling import make_state
 
 
 class StepPrograms:
-    """The two programs of every bucket, for the devices of a mesh."""
+    """The programs of every bucket, for the devices of a mesh."""
 
     def __init__(
         self,
@@ -59,14 +59,17 @@ class StepPrograms:
         )
 
     def temporaries(self, bucket: Bucket) -> int:
-        """Bytes a step takes beside parameters, pool and state, by XLA. Compiles: takes seconds."""
-        memory = [program_memory(self._compiled(program)) for program in self._both(bucket)]
+        """Bytes a step takes beside parameters, pool and state, by XLA, where it also computes
+        logprobs of prompt tokens. Compiles: takes seconds."""
+        programs = self._programs_of(bucket)
+        memory = [program_memory(self._compiled(program)) for program in programs]
         known = [one for one in memory if one is not None]
         assert len(known) == len(memory), "this backend has no memory analysis"
         return step_temporaries(known)
 
     def operations(self, bucket: Bucket) -> int | None:
-        """As XLA counts them in the programs it is given, each pass of attention's loops once.
+        """As XLA counts them in the programs it is given, each pass of attention's loops once;
+        without logprobs of prompt tokens.
 
         None where native kernels hide them. Nothing is compiled: compiled programs for a GPU call
         libraries, in which they cannot be counted.
@@ -74,16 +77,20 @@ class StepPrograms:
         if self._programs.ops.name != "reference":
             return None
         total = 0.0
-        for program in self._both(bucket):
+        for program in self._programs_of(bucket)[:2]:
             leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in program.leaves]
             found = jax.jit(program.on_leaves).lower(*leaves).cost_analysis()
             total += (found or {}).get("flops", 0.0)
         return int(total)
 
-    def _both(self, bucket: Bucket) -> tuple[Program, Program]:
+    def _programs_of(self, bucket: Bucket) -> list[Program]:
+        """Forward, sample, and score in buckets with prompts."""
         forward = self._forward(bucket)
-        hidden = jax.eval_shape(forward.function, *forward.args)[0]
-        return forward, self._sample(bucket, hidden)
+        hidden, prompt, _ = jax.eval_shape(forward.function, *forward.args)
+        programs = [forward, self._sample(bucket, hidden)]
+        if prompt is not None:
+            programs.append(self._programs.score_program(self._params, prompt))
+        return programs
 
     def _forward(self, bucket: Bucket) -> Program:
         shape = self._shape

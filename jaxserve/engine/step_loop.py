@@ -16,8 +16,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from jaxserve.core.buckets import Bucket, pick_bucket, prefill_sizes
-from jaxserve.core.step_batch import SamplingBatch, StepBatch, StepOutput
+from jaxserve.core.step_batch import Logprobs, SamplingBatch, StepBatch, StepOutput
+from jaxserve.engine import prompt_logprobs
 from jaxserve.engine.batch_builder import build_batch, build_sampling, plan_rows
 from jaxserve.engine.engine_shape import EngineShape
 from jaxserve.engine.host_pages import HostPages, apply_transfers
@@ -166,7 +169,8 @@ class StepLoop:
         )
         self._prepare_counts(plan)
         batch, sampling = self.inputs(plan, bucket, None if previous is None else previous.rows)
-        handle = self._runner.dispatch(bucket, batch, sampling)
+        targets = prompt_logprobs.build_targets(plan, bucket.prefill_tokens)
+        handle = self._runner.dispatch(bucket, batch, sampling, targets)
         rows = {
             item.request.request_id: row for row, item in plan_rows(plan, bucket) if item.samples
         }
@@ -203,6 +207,7 @@ class StepLoop:
         waiting = time.monotonic()
         try:
             output = step.handle.result()
+            scores = step.handle.prompt_logprobs()
         except Exception as error:  # whatever XLA raises
             self.recover(step.plan, error)
             return
@@ -216,19 +221,32 @@ class StepLoop:
         if self._in_flight is None:
             self._idle_since = now
         self._failures = 0
-        timings.on_commit(self._commit(step, output))
+        timings.on_commit(self._commit(step, output, scores))
 
-    def _commit(self, step: InFlight, output: StepOutput) -> list[Committed]:
+    def _commit(
+        self, step: InFlight, output: StepOutput, scores: Logprobs | None
+    ) -> list[Committed]:
         """Hand a step's tokens to the scheduler and note the events."""
         for item in (*step.plan.decode, *step.plan.prefill):
             if item.samples and not output.ok[step.rows[item.request.request_id]]:
                 self._fail_row(item)
+        if scores is not None:
+            self._keep_prompt_logprobs(step.plan, scores)
         tokens = {name: int(output.tokens[row, 0]) for name, row in step.rows.items()}
         committed = self._scheduler.commit(step.plan, tokens)
         self._events += [
             token_event(news, output, step.rows[news.request.request_id]) for news in committed
         ]
         return committed
+
+    def _keep_prompt_logprobs(self, plan: Plan, scores: Logprobs) -> None:
+        for item, part in prompt_logprobs.found_in(plan, scores):
+            if not self._is_here(item):
+                continue
+            if np.isnan(part.logprobs).any():
+                self._fail_row(item)
+            else:
+                prompt_logprobs.keep(item.request, part)
 
     # ------------------------------------------------------------------ failures
 

@@ -3,6 +3,7 @@
 import time
 
 from jaxserve.core.step_batch import StepOutput
+from jaxserve.engine import prompt_logprobs
 from jaxserve.engine.plan import Committed, Plan
 from jaxserve.engine.request import TokenEvent, TokenLogprobs
 
@@ -59,6 +60,7 @@ class StepTimings:
 def token_event(news: Committed, output: StepOutput, row: int) -> TokenEvent:
     """The event of one drawn token, with the logprobs its request asked for."""
     logprobs = None
+    first = len(news.request.output_token_ids) == 1
     wanted = news.request.params.logprobs
     if wanted is not None:
         logprobs = (_token_logprobs(output, row, wanted),)
@@ -69,6 +71,7 @@ def token_event(news: Committed, output: StepOutput, row: int) -> TokenEvent:
         news.finish_reason,
         news.stop_reason,
         num_cached_tokens=news.request.num_cached_tokens,
+        prompt_logprobs=prompt_logprobs.take(news.request) if first else None,
     )
 
 

@@ -79,7 +79,7 @@ class WarmUp:
     def _load_rest(self) -> None:
         self._runner.load_helpers()
         rest = [bucket for bucket in self._table if bucket != self._smallest()]
-        self._runner.load(rest, self._make_inputs, self._progress, self._stop)
+        self._runner.load(rest, self._make_inputs, self._progress, self._stop, scoring=True)
 
     def _follow(self) -> None:
         # Who waits for the first answer should not share the cores with what makes later ones fast.

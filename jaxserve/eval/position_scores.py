@@ -14,6 +14,8 @@ import numpy as np
 
 from jaxserve.core.ops import Ops
 from jaxserve.models.base import Config, ModelDef, Params
+from jaxserve.sampling.draws import RowSum
+from jaxserve.sampling.logprobs import given_logits, rows_at_once
 
 MAX_LOGITS_BYTES = 64 << 20  # of the logits of one piece, of both models together
 
@@ -57,10 +59,7 @@ def piece_rows(chunk_tokens: int, words: int) -> int:
 
     words: logits a position has, of all models together.
     """
-    fitting = MAX_LOGITS_BYTES // (4 * words)
-    if fitting >= chunk_tokens:
-        return chunk_tokens
-    return 1 << (max(fitting, 1).bit_length() - 1)
+    return rows_at_once(chunk_tokens, words, MAX_LOGITS_BYTES)
 
 
 def pieces(first: int, count: int, rows: int, total: int) -> Iterator[tuple[int, slice]]:
@@ -84,7 +83,7 @@ def score_piece(
 
     start_and_targets int32 [1 + rows]: the first row, then the token that follows each.
     """
-    return _scores(*_piece(head, params, hidden, start_and_targets, rows))
+    return _scores(*_piece(head, params, hidden, start_and_targets, rows), head.ops.row_sum)
 
 
 @partial(jax.jit, static_argnums=(0, 3, 7))
@@ -102,7 +101,11 @@ def compare_piece(
     what is lost by saying p where p_other is meant."""
     own = _piece(head, params, hidden, start_and_targets, rows)
     other = _piece(other_head, other_params, other_hidden, start_and_targets, rows)
-    return _scores(*own), _scores(*other), _divergence(own[0], other[0])
+    return (
+        _scores(*own, head.ops.row_sum),
+        _scores(*other, other_head.ops.row_sum),
+        _divergence(own[0], other[0]),
+    )
 
 
 def _divergence(logits: jax.Array, other_logits: jax.Array) -> jax.Array:
@@ -126,11 +129,10 @@ def _piece(
     return head.logits(params, part), start_and_targets[1:]
 
 
-def _scores(logits: jax.Array, targets: jax.Array) -> Scores:
+def _scores(logits: jax.Array, targets: jax.Array, row_sum: RowSum) -> Scores:
     best = jnp.argmax(logits, axis=1)
     is_best = jnp.arange(logits.shape[1]) == best[:, None]
     first = jnp.max(logits, axis=1)
     second = jnp.max(jnp.where(is_best, -jnp.inf, logits), axis=1)
-    log_total = jnp.log(jnp.sum(jnp.exp(logits - first[:, None]), axis=1)) + first
-    chosen = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
-    return Scores(chosen - log_total, best.astype(jnp.int32), first - second)
+    chosen, log_total = given_logits(logits, targets, row_sum)
+    return Scores((chosen - log_total)[:, 0], best.astype(jnp.int32), first - second)
