@@ -20,6 +20,7 @@ from jaxserve.core.gpu_memory import use_gpu_memory
 from jaxserve.core.program_loader import ProgramLoader, program_store
 from jaxserve.core.threads import use_threads
 from jaxserve.engine.batch_display import batch_display
+from jaxserve.engine.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.offline_batch import BatchProgress, OfflineBatch
@@ -45,7 +46,14 @@ from jaxserve.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "Run"]
+__all__ = [
+    "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "RequestOutput",
+    "Run",
+]
 
 Message = Mapping[str, Any]
 OneOrMoreParams = SamplingParams | Iterable[SamplingParams] | None
@@ -220,6 +228,44 @@ class LLM:
         Raises InvalidRequestError if the file is damaged, of another model, or does not fit.
         """
         return Run(self.client, self._new_id).load(path)
+
+    def beam_search(
+        self, prompts: Prompt | Iterable[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """Search for the most likely outputs of each prompt; see engine/beam_search.py.
+
+        Raises InvalidRequestError naming the prompt's index, before anything starts.
+        """
+        step = params.one_step()
+        longest = SamplingParams(max_tokens=params.max_tokens)
+        read = [
+            at_place("prompt", i, read_prompt, self.model, p)
+            for i, p in enumerate(many_prompts(prompts))
+        ]
+        for index, prompt in enumerate(read):
+            at_place("prompt", index, self.client.check, prompt.token_ids, longest)
+        eos = self.model.eos_token_ids
+        searches = [BeamSearch(prompt.token_ids, params, eos) for prompt in read]
+        salts = [prompt.cache_salt for prompt in read]
+        while growing := [i for i, search in enumerate(searches) if not search.done]:
+            beams = [
+                ReadPrompt(None, tokens, salts[i])
+                for i in growing
+                for tokens in searches[i].prompts
+            ]
+            found = iter(self._run(beams, step, use_tqdm, None))
+            for i in growing:
+                outputs = [next(found).outputs[0] for _ in searches[i].prompts]
+                searches[i].advance(
+                    [each.logprobs[0] if each.logprobs else None for each in outputs]
+                )
+        decode = self.model.tokenizer.decode
+        return [
+            BeamSearchOutput(
+                [dataclasses.replace(one, text=decode(one.tokens)) for one in search.results()]
+            )
+            for search in searches
+        ]
 
     @property
     def client(self) -> EngineClient:

@@ -1,14 +1,10 @@
 """Runs of the Python API: forked branches, saved requests and what may be asked of them when."""
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
-from jaxserve.engine.run import Run
-from jaxserve.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from jaxserve.llm import LLM
 from jaxserve.sampling_params import SamplingParams
 from tests.support.tiny_engine import AMPLE, SMALL, random_prompts, tiny_model
