@@ -8,7 +8,8 @@ from jaxserve.core.kv_layout import kv_layout
 from jaxserve.core.kv_pool import pool_shapes
 from jaxserve.core.kv_spec import KVGroup, KVSpec
 from jaxserve.errors import InvalidRequestError
-from tests.engine.test_native_bits import packed_model, requests, said
+from tests.engine.test_native_bits import packed_model, requests
+from tests.support.matrix import said
 from tests.support.tiny_engine import AMPLE, TIGHT, drive, tiny_engine
 
 

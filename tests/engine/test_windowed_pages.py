@@ -6,8 +6,9 @@ from jaxserve.loading.assemble import random_params
 from jaxserve.loading.loaded_model import LoadedModel
 from jaxserve.models.registry import find_model
 from jaxserve.sampling_params import SamplingParams
-from tests.engine.test_native_bits import MODELS, requests, said
+from tests.engine.test_native_bits import MODELS, requests
 from tests.support.byte_model import EOS, VOCAB_SIZE, ByteTokenizer, LineTemplate
+from tests.support.matrix import said
 from tests.support.tiny_engine import (
     MAX_MODEL_LEN,
     collect_stats,

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxserve.config import EngineConfig
+from jaxserve.core.program_loader import ProgramLoader
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.outputs import StepStats
 from jaxserve.engine.request import Request, TokenEvent
@@ -67,25 +68,39 @@ def tiny_engine(
     *,
     max_chunk: int | None = None,
     devices: Sequence[jax.Device] | None = None,
+    asynchronous: bool = True,
+    loader: ProgramLoader | None = None,
     **settings: Any,
 ) -> Engine:
     """A warm engine on SMALL settings."""
     config = EngineConfig(**{**SMALL, "num_pages": AMPLE, **settings})
-    engine = Engine(model or tiny_model(), config, max_chunk=max_chunk, devices=devices)
+    engine = Engine(
+        model or tiny_model(),
+        config,
+        max_chunk=max_chunk,
+        devices=devices,
+        asynchronous=asynchronous,
+        loader=loader,
+    )
     engine.warm_up()
     return engine
 
 
 @dataclass
 class Run:
-    """What came of some requests. margins: logprob gap of first and second choice, per token."""
+    """What came of some requests. margins: logprob gap of first and second choice, per token.
+
+    had_to_wait: some request waited while another ran, or was sent back to the queue.
+    """
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     margins: dict[str, list[float]] = field(default_factory=dict)
     finish: dict[str, str] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     events: list[TokenEvent] = field(default_factory=list)
+    cached_tokens: dict[str, int] = field(default_factory=dict)
     preemptions: int = 0
+    had_to_wait: bool = False
 
 
 def request(
@@ -118,8 +133,10 @@ def drive(engine: Engine, requests: Sequence[Request], *, together: bool = True)
             for event in engine.step():
                 take_in(run, event)
             engine.check_integrity()
+            run.had_to_wait |= engine.scheduler.num_running > 0 < engine.scheduler.num_waiting
         assert not engine.has_work, "the engine did not finish its work"
     run.preemptions = sum(item.num_preemptions for item in requests)
+    run.cached_tokens = {item.request_id: item.num_cached_tokens for item in requests}
     assert engine.kv_manager.num_used == 0, "pages leaked"
     assert engine.runner.late_compiles == 0
     return run

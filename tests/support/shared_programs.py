@@ -1,0 +1,40 @@
+"""Engines of one model and equal shapes share their programs: making one takes no time then."""
+
+from concurrent.futures import Future
+from threading import Lock
+
+import jax
+
+from jaxserve.core.program_loader import Lowered, Program, ProgramLoader
+
+
+class SharedPrograms(ProgramLoader):
+    """Lowers and compiles every program once.
+
+    One instance serves engines of the same model, backend, page size, devices and number of rows:
+    what else tells their programs apart is the shapes of the arguments.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lowered: dict[object, Lowered] = {}
+
+    def lower(self, program: Program) -> Lowered:
+        leaves = tuple((leaf.shape, str(leaf.dtype)) for leaf in program.leaves)
+        key = (program.name, str(jax.tree.structure(program.args)), leaves)
+        if key not in self._lowered:
+            self._lowered[key] = _compiled_once(super().lower(program))
+        return self._lowered[key]
+
+
+def _compiled_once(lowered: Lowered) -> Lowered:
+    compiled: Future[jax.stages.Compiled] = Future()
+    lock = Lock()
+
+    def compile_once() -> jax.stages.Compiled:
+        with lock:
+            if not compiled.done():
+                compiled.set_result(lowered.compile())
+        return compiled.result()
+
+    return Lowered(lowered.results, lowered.kept, compile_once)
