@@ -1,7 +1,10 @@
 """What goes in and comes out of the engine client: the types the server and `LLM` share."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
+from jaxserve.engine.request import PromptLogprobs
 from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import SamplingParams
 
@@ -69,6 +72,36 @@ class Logprob:
     decoded_token: str
 
 
+@dataclass(frozen=True, eq=False)
+class PromptEntries:
+    """Logprobs of a prompt on their way to who asked: made into texts by the reader, not on a
+    thread that serves everybody. text_of: one token as text; any thread may call it."""
+
+    raw: PromptLogprobs
+    text_of: Callable[[int], str]
+
+    def dicts(self) -> list[dict[int, Logprob] | None]:
+        """For each prompt token, as in vLLM, {token id: Logprob}: the token itself first, then the
+        alternatives, most likely first. None for the first one, which nothing comes before."""
+        text_of = cache(self.text_of)
+        raw = self.raw
+        entries: list[dict[int, Logprob] | None] = [None]
+        for token, logprob, rank, top_ids, top_logprobs in zip(
+            raw.token_ids.tolist(),
+            raw.logprobs.tolist(),
+            raw.ranks.tolist(),
+            raw.top_ids.tolist(),
+            raw.top_logprobs.tolist(),
+            strict=True,
+        ):
+            entry = {token: Logprob(logprob, rank, text_of(token))}
+            for place, (other, value) in enumerate(zip(top_ids, top_logprobs, strict=True), 1):
+                if other >= 0 and other != token:
+                    entry[other] = Logprob(value, place, text_of(other))
+            entries.append(entry)
+        return entries
+
+
 @dataclass(frozen=True)
 class OutputDelta:
     """What is new of one choice. Joined deltas equal the non-streamed result, field by field.
@@ -80,6 +113,7 @@ class OutputDelta:
     logprobs: one dict per new token, {token id: Logprob}: the token itself first, then the
     alternatives most likely first (the token may be one of them; it is not repeated).
     finish_reason: None, "stop", "length", "abort", "timeout" or "error" (then `error` says why).
+    prompt_logprobs: if they were asked for, with the first token of choice 0.
     """
 
     request_id: str
@@ -91,6 +125,7 @@ class OutputDelta:
     stop_reason: int | str | None = None
     error: str | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: PromptEntries | None = None
 
 
 @dataclass(frozen=True)

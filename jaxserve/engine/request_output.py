@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
-from jaxserve.engine.outputs import GenerationRequest, Logprob, OutputDelta
+from jaxserve.engine.outputs import GenerationRequest, Logprob, OutputDelta, PromptEntries
 
 
 @dataclass
@@ -33,7 +33,11 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """One prompt and its choices. prompt is None if only token ids were given."""
+    """One prompt and its choices. prompt is None if only token ids were given.
+
+    prompt_logprobs: if SamplingParams.prompt_logprobs asked for them, one dict per prompt token,
+    the token itself first, and None for the first token; None altogether if there is no output.
+    """
 
     request_id: str
     prompt: str | None
@@ -42,7 +46,7 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass
@@ -63,6 +67,7 @@ class OutputCollector:
         self._metrics = RequestMetrics(time.monotonic())
         self._num_open = request.params.n
         self._num_cached = 0
+        self._prompt_entries: PromptEntries | None = None
 
     @property
     def requests(self) -> tuple[GenerationRequest]:
@@ -80,6 +85,8 @@ class OutputCollector:
         choice.texts.append(delta.text)
         choice.token_ids += delta.token_ids
         choice.logprobs += delta.logprobs or ()
+        if delta.prompt_logprobs is not None:
+            self._prompt_entries = delta.prompt_logprobs
         if delta.index == 0:  # the other choices find what this one has computed
             self._num_cached = max(self._num_cached, delta.num_cached_tokens)
         if delta.token_ids and self._metrics.first_token_time is None:
@@ -93,6 +100,7 @@ class OutputCollector:
 
     def output(self) -> RequestOutput:
         """What there is so far, choices in the order of their index."""
+        entries = self._prompt_entries
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self._prompt,
@@ -101,6 +109,7 @@ class OutputCollector:
             finished=self.finished,
             metrics=self._metrics,
             num_cached_tokens=self._num_cached,
+            prompt_logprobs=None if entries is None else entries.dicts(),
         )
 
     def _completion(self, index: int) -> CompletionOutput:

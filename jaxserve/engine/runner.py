@@ -62,7 +62,9 @@ class StepHandle:
     @property
     def is_ready(self) -> bool:
         """Whether the step has ended, well or badly."""
-        return self.output.tokens.is_ready()
+        tokens = self.output.tokens
+        assert isinstance(tokens, jax.Array)
+        return tokens.is_ready()
 
     def result(self) -> StepOutput:
         """Wait, and fetch what the host needs as numpy: logprobs only if a row asked for them."""

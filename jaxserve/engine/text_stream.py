@@ -8,7 +8,7 @@ joined deltas equal the result of the whole output at once.
 from collections.abc import Sequence
 from typing import Protocol
 
-from jaxserve.engine.outputs import Logprob, OutputDelta
+from jaxserve.engine.outputs import Logprob, OutputDelta, PromptEntries
 from jaxserve.engine.request import TokenEvent, TokenLogprobs
 from jaxserve.engine.stop_strings import StopMatcher
 from jaxserve.sampling_params import SamplingParams
@@ -93,7 +93,13 @@ class TextStream:
             stop_reason=stop_reason,
             error=event.error if finish_reason == "error" else None,
             num_cached_tokens=event.num_cached_tokens,
+            prompt_logprobs=self._prompt_entries(event),
         )
+
+    def _prompt_entries(self, event: TokenEvent) -> PromptEntries | None:
+        if event.prompt_logprobs is None:
+            return None
+        return PromptEntries(event.prompt_logprobs, self._tokenizer.id_to_token)
 
     def _take_tokens(self, event: TokenEvent) -> None:
         silent = -1  # the token that stopped the request is an id of the output, but not text

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.engine.outputs import OutputDelta
@@ -15,11 +15,15 @@ from jaxserve.server.responses import AnswerFormat, Envelope, merge_deltas, usag
 
 @dataclass(frozen=True)
 class Call:
-    """Ready to run: `prepared.requests` go to the engine, `form` shapes what comes back."""
+    """Ready to run: `prepared.requests` go to the engine, `form` shapes what comes back.
+
+    prompt_only: nothing of the output is shown (max_tokens 0).
+    """
 
     options: CallOptions
     prepared: PreparedCall
     form: AnswerFormat
+    prompt_only: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -33,9 +37,25 @@ class Call:
         """
         wholes = [merge_deltas(deltas) for deltas in parts]
         raise_if_only_timed_out(wholes)
+        wholes = [self.shown(whole) for whole in wholes]
         num_tokens = sum(len(whole.token_ids) for whole in wholes)
         cached = [whole.num_cached_tokens for whole in wholes]
         return self.form.response(wholes, self.usage(num_tokens, cached))
+
+    @property
+    def asks_for_prompt_logprobs(self) -> bool:
+        """Whether the answer has them."""
+        return self.options.params.prompt_logprobs is not None
+
+    def shown(self, delta: OutputDelta) -> OutputDelta:
+        """What of a delta goes into the answer."""
+        if not self.prompt_only or not delta.token_ids:
+            return delta
+        logprobs = None if delta.logprobs is None else ()
+        reason = delta.finish_reason and "length"
+        return replace(
+            delta, text="", token_ids=(), logprobs=logprobs, finish_reason=reason, stop_reason=None
+        )
 
     def usage(self, num_tokens: int, cached: Sequence[int]) -> dict[str, Any]:
         """The usage object of all choices; cached[i] is what choice i found in the prefix cache."""

@@ -36,4 +36,4 @@ def completion_call(body: Mapping[str, Any], model: LoadedModel, names: tuple[st
     parsed = parse_completion(body, model.sampling_defaults)
     prepared = prepare_completion(parsed, model, envelope.call_id)
     form = CompletionFormat(envelope, prepared.echoes, parsed.options.params.n)
-    return Call(parsed.options, prepared, form)
+    return Call(parsed.options, prepared, form, parsed.prompt_only)

@@ -12,6 +12,7 @@ from jaxserve.loading.loaded_model import LoadedModel
 from jaxserve.sampling_params import SamplingParams, is_int
 from jaxserve.server.errors import ApiError
 from jaxserve.server.fields import bad_field, show
+from jaxserve.server.prompt_echo import PromptEcho, token_offsets
 from jaxserve.server.protocol import (
     COMPLETION_MAX_TOKENS,
     CallOptions,
@@ -19,7 +20,6 @@ from jaxserve.server.protocol import (
     CompletionCall,
     Prompt,
 )
-from jaxserve.server.responses import PromptEcho
 from jaxserve.server.settings import MAX_CHOICES, MAX_LOGPROB_ENTRIES
 
 # Texts longer than this many characters per token of context are first tried on a prefix, and
@@ -57,11 +57,27 @@ def prepare_completion(call: CompletionCall, model: LoadedModel, call_id: str) -
             call.options.params, len(ids), model, COMPLETION_MAX_TOKENS, "prompt"
         )
         requests.append(_request(f"{call_id}-{index}", ids, params, call.options, num_choices))
-        text = ""
-        if call.echo:
-            text = prompt if isinstance(prompt, str) else model.tokenizer.decode(ids)
-        echoes.append(PromptEcho(text, ids if call.options.return_token_ids else None))
+        echoes.append(_echo(call, prompt, ids, model))
     return PreparedCall(tuple(requests), tuple(echoes))
+
+
+def _echo(
+    call: CompletionCall, prompt: Prompt, ids: tuple[int, ...], model: LoadedModel
+) -> PromptEcho:
+    text = ""
+    if call.echo:
+        text = prompt if isinstance(prompt, str) else model.tokenizer.decode(ids)
+    offsets = None
+    if call.echo_logprobs is not None:
+        offsets = token_offsets(model.tokenizer, ids, text)
+    return PromptEcho(
+        text,
+        ids if call.options.return_token_ids else None,
+        text_offsets=offsets,
+        echo_logprobs=call.echo_logprobs or 0,
+        first_token=model.tokenizer.id_to_token(ids[0]),
+        prompt_logprobs=call.prompt_logprobs,
+    )
 
 
 def prepare_chat(call: ChatCall, model: LoadedModel, call_id: str) -> PreparedCall:
@@ -86,7 +102,10 @@ def prepare_chat(call: ChatCall, model: LoadedModel, call_id: str) -> PreparedCa
     ids = _encode(text, call.add_special_tokens, model, "messages")
     params = _with_max_tokens(call.options.params, len(ids), model, None, "messages")
     request = _request(f"{call_id}-0", ids, params, call.options, params.n)
-    echo = PromptEcho("", ids if call.options.return_token_ids else None)
+    echo = PromptEcho(
+        token_ids=ids if call.options.return_token_ids else None,
+        prompt_logprobs=params.prompt_logprobs,
+    )
     return PreparedCall((request,), (echo,))
 
 
@@ -97,14 +116,17 @@ def _request(
     options: CallOptions,
     num_choices: int,
 ) -> GenerationRequest:
+    entries = 0
     if params.logprobs is not None:
-        entries = num_choices * (params.max_tokens or 0) * (params.logprobs + 1)
-        if entries > MAX_LOGPROB_ENTRIES:
-            raise bad_field(
-                "logprobs",
-                f"choices x max_tokens x (logprobs + 1) is {entries}, above "
-                f"{MAX_LOGPROB_ENTRIES}; ask for fewer choices, tokens or logprobs",
-            )
+        entries += num_choices * (params.max_tokens or 0) * (params.logprobs + 1)
+    if params.prompt_logprobs is not None:
+        entries += num_choices * len(ids) * (params.prompt_logprobs + 1)
+    if entries > MAX_LOGPROB_ENTRIES:
+        raise bad_field(
+            "prompt_logprobs" if params.logprobs is None else "logprobs",
+            f"choices x (max_tokens x (logprobs + 1) + prompt tokens x (prompt_logprobs + 1)) is "
+            f"{entries}, above {MAX_LOGPROB_ENTRIES}; ask for fewer choices, tokens or logprobs",
+        )
     return GenerationRequest(
         request_id, ids, params, options.priority, options.timeout, options.cache_salt
     )

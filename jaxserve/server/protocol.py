@@ -6,7 +6,7 @@ with a line in the log.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.engine.outputs import check_cache_salt, check_timeout
@@ -53,11 +53,19 @@ class CallOptions:
 
 @dataclass(frozen=True)
 class CompletionCall:
-    """A body of /v1/completions."""
+    """A body of /v1/completions.
+
+    echo_logprobs: alternatives that the echoed tokens come with; None: without logprobs.
+    prompt_logprobs: those of the field of that name. params has the larger of both.
+    prompt_only: max_tokens is 0; it runs as 1, because only then the prompt is run.
+    """
 
     options: CallOptions
     prompts: tuple[Prompt, ...]
     echo: bool
+    echo_logprobs: int | None
+    prompt_logprobs: int | None
+    prompt_only: bool
     add_special_tokens: bool
 
 
@@ -120,22 +128,29 @@ def parse_completion(
 ) -> CompletionCall:
     """Check a /v1/completions body. Raises ApiError or InvalidRequestError naming the field."""
     check_fields(body, COMPLETION_FIELDS, COMPLETION_UNSUPPORTED)
+    echo = get_bool(body, "echo")
+    max_tokens = parse_max_tokens(body, "max_tokens", least=0 if echo else 1)
+    prompt_only = max_tokens == 0
     params = parse_sampling(
         body,
         model_defaults,
-        max_tokens=parse_max_tokens(body, "max_tokens"),
+        max_tokens=1 if prompt_only else max_tokens,
         logprobs=get_int(body, "logprobs", 0, MAX_LOGPROBS),
     )
     best_of = get_int(body, "best_of", 1, 1 << 31)
     if best_of is not None and best_of != params.n:
         raise bad_field("best_of", "best_of is not supported; leave it out or set it to n")
-    echo = get_bool(body, "echo")
-    if echo and params.logprobs is not None:
-        raise bad_field("echo", "echo together with logprobs is not supported; drop one of them")
+    prompt_logprobs = params.prompt_logprobs
+    echo_logprobs = params.logprobs if echo else None
+    if echo_logprobs is not None:
+        params = replace(params, prompt_logprobs=max(echo_logprobs, prompt_logprobs or 0))
     return CompletionCall(
         options=_parse_options(body, params),
         prompts=_parse_prompts(body.get("prompt")),
         echo=echo,
+        echo_logprobs=echo_logprobs,
+        prompt_logprobs=prompt_logprobs,
+        prompt_only=prompt_only,
         add_special_tokens=get_bool(body, "add_special_tokens", True),
     )
 

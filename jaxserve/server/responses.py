@@ -9,8 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxserve.engine.outputs import Logprob, OutputDelta
-
-LOGPROB_FLOOR = -9999.0  # OpenAI's stand-in for minus infinity, which JSON cannot say
+from jaxserve.server.prompt_echo import (
+    Entries,
+    PromptEcho,
+    completion_logprobs,
+    echoed_logprobs,
+    finite,
+    prompt_logprobs_field,
+)
 
 
 @dataclass(frozen=True)
@@ -20,14 +26,6 @@ class Envelope:
     call_id: str
     created: int
     model: str
-
-
-@dataclass(frozen=True)
-class PromptEcho:
-    """What of one prompt goes into its choices: its text (echo) and ids (return_token_ids)."""
-
-    text: str = ""
-    token_ids: tuple[int, ...] | None = None
 
 
 def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
@@ -43,6 +41,7 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> OutputDelta:
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         logprobs=logprobs,
         num_cached_tokens=max(delta.num_cached_tokens for delta in deltas),
+        prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs), None),
     )
 
 
@@ -57,13 +56,20 @@ def usage_fields(prompt_tokens: int, completion_tokens: int, cached_tokens: int)
 
 
 class CompletionFormat:
-    """/v1/completions. Keeps per choice how far its text offsets have come."""
+    """/v1/completions. Keeps how far each choice's text offsets have come, and logprobs of prompts,
+    which all choices of a prompt show."""
 
     def __init__(self, envelope: Envelope, prompts: Sequence[PromptEcho], n: int) -> None:
         self._envelope = envelope
         self._prompts = prompts
         self._n = n
         self._offsets: dict[int, int] = {}
+        self._entries: dict[int, Entries] = {}
+
+    @property
+    def shows_prompts_first(self) -> bool:
+        """Whether every choice begins with logprobs of its prompt, which come with the first."""
+        return any(prompt.shows_logprobs for prompt in self._prompts)
 
     def openings(self) -> list[dict[str, Any]]:
         """Chunks to send before any token: none here."""
@@ -89,7 +95,11 @@ class CompletionFormat:
         }
 
     def _choice(self, index: int, delta: OutputDelta) -> dict[str, Any]:
-        prompt = self._prompts[index // self._n]
+        number = index // self._n
+        prompt = self._prompts[number]
+        if delta.prompt_logprobs is not None:
+            self._entries[number] = delta.prompt_logprobs.dicts()
+        entries = self._entries.get(number)
         first = index not in self._offsets
         offset = self._offsets.setdefault(index, len(prompt.text))
         choice: dict[str, Any] = {
@@ -100,8 +110,14 @@ class CompletionFormat:
             "stop_reason": delta.stop_reason,
         }
         if delta.logprobs is not None:
-            choice["logprobs"] = _completion_logprobs(delta, offset)
-            self._offsets[index] += sum(len(_token_text(entry)) for entry in delta.logprobs)
+            fields = completion_logprobs(delta.logprobs, offset)
+            self._offsets[index] += sum(map(len, fields["tokens"]))
+            if first and entries is not None and prompt.text_offsets is not None:
+                echoed = echoed_logprobs(entries, prompt)
+                fields = {name: echoed[name] + values for name, values in fields.items()}
+            choice["logprobs"] = fields
+        if first and prompt.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs_field(entries, prompt.prompt_logprobs)
         if prompt.token_ids is not None:
             choice["token_ids"] = list(delta.token_ids)
             if first:
@@ -117,6 +133,11 @@ class ChatFormat:
         self._prompt = prompt
         self._n = n
         self._num_top = num_top
+
+    @property
+    def shows_prompts_first(self) -> bool:
+        """As in CompletionFormat: here the answer as a whole shows them."""
+        return False
 
     def openings(self) -> list[dict[str, Any]]:
         """The first chunk of every choice names the role."""
@@ -136,6 +157,8 @@ class ChatFormat:
             message = {"role": "assistant", "content": whole.text, "refusal": None}
             choices.append({"index": index, "message": message} | self._rest(whole))
         response = self._around(choices, "chat.completion") | {"usage": usage}
+        if self._prompt.prompt_logprobs is not None:
+            response |= self._prompt_logprobs(wholes[0])
         if self._prompt.token_ids is not None:
             response["prompt_token_ids"] = list(self._prompt.token_ids)
         return response
@@ -143,7 +166,10 @@ class ChatFormat:
     def choice_chunk(self, index: int, delta: OutputDelta) -> dict[str, Any]:
         """The chunk for what is new of one choice."""
         content = {"content": delta.text} if delta.text else {}
-        return self.chunk([{"index": index, "delta": content} | self._rest(delta)])
+        chunk = self.chunk([{"index": index, "delta": content} | self._rest(delta)])
+        if delta.prompt_logprobs is not None:
+            chunk |= self._prompt_logprobs(delta)
+        return chunk
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """A chunk around choices (none: the one that carries usage)."""
@@ -157,6 +183,11 @@ class ChatFormat:
             "model": self._envelope.model,
             "choices": choices,
         }
+
+    def _prompt_logprobs(self, delta: OutputDelta) -> dict[str, Any]:
+        entries = None if delta.prompt_logprobs is None else delta.prompt_logprobs.dicts()
+        num_top = self._prompt.prompt_logprobs or 0
+        return {"prompt_logprobs": prompt_logprobs_field(entries, num_top)}
 
     def _rest(self, delta: OutputDelta) -> dict[str, Any]:
         rest: dict[str, Any] = {
@@ -175,30 +206,6 @@ class ChatFormat:
 AnswerFormat = CompletionFormat | ChatFormat
 
 
-def _completion_logprobs(delta: OutputDelta, offset: int) -> dict[str, list[Any]]:
-    fields: dict[str, list[Any]] = {
-        "tokens": [],
-        "token_logprobs": [],
-        "top_logprobs": [],
-        "text_offset": [],
-    }
-    for entry in delta.logprobs or ():
-        drawn = next(iter(entry.values()))
-        top: dict[str, float] = {}
-        for candidate in entry.values():  # two ids may share a text: the first, likelier, stays
-            top.setdefault(candidate.decoded_token, _finite(candidate.logprob))
-        fields["tokens"].append(drawn.decoded_token)
-        fields["token_logprobs"].append(_finite(drawn.logprob))
-        fields["top_logprobs"].append(top)
-        fields["text_offset"].append(offset)
-        offset += len(drawn.decoded_token)
-    return fields
-
-
-def _token_text(entry: dict[int, Logprob]) -> str:
-    return next(iter(entry.values())).decoded_token
-
-
 def _chat_logprob(entry: dict[int, Logprob], num_top: int) -> dict[str, Any]:
     drawn, *others = entry.values()
     # The drawn token comes first and is not repeated: with num_top others it is not one of the top.
@@ -209,8 +216,4 @@ def _chat_logprob(entry: dict[int, Logprob], num_top: int) -> dict[str, Any]:
 
 def _token_fields(entry: Logprob) -> dict[str, Any]:
     text = entry.decoded_token
-    return {"token": text, "logprob": _finite(entry.logprob), "bytes": list(text.encode())}
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LOGPROB_FLOOR)
+    return {"token": text, "logprob": finite(entry.logprob), "bytes": list(text.encode())}

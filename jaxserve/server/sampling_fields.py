@@ -18,6 +18,7 @@ _NUMBERS = (
     "frequency_penalty",
     "seed",
     "min_tokens",
+    "prompt_logprobs",
 )
 _PLAIN = (*_NUMBERS, "logit_bias", "stop", "stop_token_ids")
 _FLAGS = {
@@ -55,7 +56,6 @@ COMMON_FIELDS = frozenset(
 COMMON_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "prompt_logprobs": (),
     "logprob_token_ids": ([],),
     "allowed_token_ids": ([],),
     "bad_words": ([],),
@@ -96,10 +96,10 @@ def parse_sampling(
     return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs)
 
 
-def parse_max_tokens(body: Mapping[str, Any], *names: str) -> int | None:
+def parse_max_tokens(body: Mapping[str, Any], *names: str, least: int = 1) -> int | None:
     """The first of `names` that the body gives."""
     for name in names:
-        value = get_int(body, name, 1, 1 << 31)
+        value = get_int(body, name, least, 1 << 31)
         if value is not None:
             return value
     return None

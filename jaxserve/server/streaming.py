@@ -35,7 +35,11 @@ class EventStream:
 
     async def send(self, payload: dict[str, Any]) -> None:
         """Send one event."""
-        await self._write(f"data: {encode_json(payload)}\n\n".encode())
+        await self.send_text(encode_json(payload).encode())
+
+    async def send_text(self, payload: bytes) -> None:
+        """Send one event that is JSON already."""
+        await self._write(b"data: %b\n\n" % payload)
 
     async def done(self) -> None:
         """Say that the answer is complete, and end the response."""

@@ -9,8 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from jaxserve.engine.outputs import StepStats
-from jaxserve.engine.request import Request, TokenEvent, TokenLogprobs
+from jaxserve.engine.request import PromptLogprobs, Request, TokenEvent, TokenLogprobs
 from jaxserve.errors import InvalidRequestError, QueueFullError
 
 Script = (
@@ -160,6 +162,7 @@ class FakeEngine:
 
     def _advance(self, request: Request) -> TokenEvent:
         rid, params = request.request_id, request.params
+        prompt = self._prompt_logprobs(request) if not self._emitted[rid] else None
         ids: list[int] = []
         finish_reason: str | None = None
         stop_reason: int | None = None
@@ -179,7 +182,9 @@ class FakeEngine:
         logprobs = None
         if params.logprobs is not None:
             logprobs = tuple(self._logprobs(token, params.logprobs) for token in ids)
-        return TokenEvent(rid, tuple(ids), logprobs, finish_reason, stop_reason)
+        return TokenEvent(
+            rid, tuple(ids), logprobs, finish_reason, stop_reason, prompt_logprobs=prompt
+        )
 
     def _token(self, request: Request, position: int) -> int:
         script = self.script
@@ -198,6 +203,29 @@ class FakeEngine:
         ranked = ([*others[:1], token, *others[1:]])[:num_top]
         top = tuple((i, -0.5 * (rank + 1)) for rank, i in enumerate(ranked))
         return TokenLogprobs(-1.0, 2, top)
+
+    @staticmethod
+    def _prompt_logprobs(request: Request) -> PromptLogprobs | None:
+        """Token i of the prompt has the logprob -i and rank 2, ids 0, 1, ... the ranks but that."""
+        num_top = request.params.prompt_logprobs
+        if num_top is None or request.leader_id is not None:
+            return None
+        ids = np.array(request.prompt_token_ids[1:], np.int32)
+        number = np.arange(1, len(ids) + 1, dtype=np.int32)
+        top = [[i for i in range(num_top + 1) if i != token] for token in ids]
+        ranked = [
+            ([*others[:1], token, *others[1:]])[:num_top]
+            for token, others in zip(ids, top, strict=True)
+        ]
+        shape = (len(ids), num_top)
+        values = -number[:, None] + np.where(np.arange(num_top) == 0, 0.5, 1 - np.arange(num_top))
+        return PromptLogprobs(
+            ids,
+            -number.astype(np.float32),
+            np.full(len(ids), 2, np.int32),
+            np.array(ranked, np.int32).reshape(shape),
+            values.astype(np.float32).reshape(shape),
+        )
 
     def _free(self, request_id: str) -> None:
         del self._open[request_id]

@@ -10,6 +10,9 @@ def merge_completion(events: list[Any]) -> dict[str, Any]:
         choice = {"index": index, "text": "".join(part["text"] for part in parts)}
         if "prompt_token_ids" in parts[0]:
             choice["prompt_token_ids"] = parts[0]["prompt_token_ids"]
+        if "prompt_logprobs" in parts[0]:
+            choice["prompt_logprobs"] = parts[0]["prompt_logprobs"]
+        assert not any("prompt_logprobs" in part for part in parts[1:])
         logprobs = [part["logprobs"] for part in parts if part["logprobs"] is not None]
         joined = None
         if logprobs:
@@ -24,6 +27,10 @@ def merge_chat(events: list[Any]) -> dict[str, Any]:
     merged["object"] = "chat.completion"
     if "prompt_token_ids" in chunks[0]:
         merged["prompt_token_ids"] = chunks[0]["prompt_token_ids"]
+    of_prompt = [chunk["prompt_logprobs"] for chunk in chunks if "prompt_logprobs" in chunk]
+    assert len(of_prompt) <= 1
+    if of_prompt:
+        merged["prompt_logprobs"] = of_prompt[0]
     for index, parts in _by_choice(chunks).items():
         assert parts[0]["delta"] == {"role": "assistant", "content": ""}
         assert all("role" not in part["delta"] for part in parts[1:])
