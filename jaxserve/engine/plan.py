@@ -80,6 +80,11 @@ class Plan:
     def num_prefill_tokens(self) -> int:
         return sum(item.num_tokens for item in self.prefill)
 
+    @property
+    def num_prefill_pairs(self) -> int:
+        """Pairs of a prefill token and one that it attends to, without windows."""
+        return sum(n * start + n * (n + 1) // 2 for _, start, n, _, _ in self.prefill)
+
 
 class Committed(NamedTuple):
     """A new token of a request. finish_reason is "stop", "length" or None; stop_reason is the

@@ -225,12 +225,13 @@ class Scheduler:
             )
         preempted: list[Request] = []
         decode, prefilling = self._schedule_decode(preempted)
-        tokens = self._prefill_tokens(len(decode))
+        tokens = self._prefill_tokens(len(decode), prefilling)
         prefilling = self._grow_prefill(prefilling, tokens, preempted)
         if preempted:  # the pages that freed are for those who run
             decode = [item for item in decode if item.request.status is Status.RUNNING]
         else:
             prefilling += self._admit(prefilling, tokens)
+            tokens = min(tokens, self._prefill_tokens(len(decode), prefilling))
         prefill = self._schedule_prefill(prefilling, tokens, decode)
         return Plan(tuple(decode), tuple(prefill), tuple(preempted), manager.take_transfers())
 
@@ -283,9 +284,11 @@ class Scheduler:
                 decode.append(Scheduled(request, length - 1, 1, True, request.num_preemptions))
         return decode, prefilling
 
-    def _prefill_tokens(self, num_decode: int) -> int:
-        """The most prefill tokens that the step may carry."""
-        most = self.step_times.prefill_limit(num_decode, self.limits.prefill_sizes)
+    def _prefill_tokens(self, num_decode: int, prefilling: list[Entry]) -> int:
+        """The most prefill tokens that the step may carry, as if all came after the longest
+        context."""
+        context = max((e.scheduled for e in prefilling if e.num_unscheduled > 1), default=0)
+        most = self.step_times.prefill_limit(num_decode, self.limits.prefill_sizes, context)
         return min(most, self.limits.max_batch_tokens)
 
     def _grow_prefill(
@@ -307,13 +310,13 @@ class Scheduler:
     ) -> list[Scheduled]:
         """Chunks of at most `tokens` tokens in all; prompts with one token left join `decode`."""
         max_chunk = self._max_chunk
-        sizes = tuple(size for size in self.limits.prefill_sizes if size <= tokens)
+        sizes = tuple(size for size in self.limits.prefill_sizes if size < tokens)
         wanted = sum(
             min(entry.num_unscheduled, max_chunk)
             for entry in prefilling
             if entry.num_unscheduled > 1
         )
-        budget = prefill_budget(sizes, min(wanted, tokens))
+        budget = prefill_budget((*sizes, tokens), min(wanted, tokens))
         prefill: list[Scheduled] = []
         for entry in prefilling:
             if entry.num_unscheduled == 1:

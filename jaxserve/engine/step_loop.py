@@ -215,7 +215,10 @@ class StepLoop:
         seconds = now - max(step.dispatched, self._last_result)
         timings.on_result(now - waiting, seconds)
         self._scheduler.step_times.observe(
-            len(step.plan.decode), step.plan.num_prefill_tokens, seconds
+            len(step.plan.decode),
+            step.bucket.prefill_tokens if step.plan.prefill else 0,
+            seconds,
+            step.plan.num_prefill_pairs,
         )
         self._last_result = now
         if self._in_flight is None:

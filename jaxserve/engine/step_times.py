@@ -9,6 +9,11 @@ which nobody decodes are kept apart: they lack the decoders' attention. An estim
 the newest samples: it forgets outliers and follows contexts that grow. Sizes that were not measured
 lie on the line through their neighbours, so small sizes tell when the next larger one is worth
 trying.
+
+Far into a long prompt the attention of a chunk takes longer than all else. So estimates of mixed
+steps are of short contexts, and steps with long ones tell what a pair of tokens, one attending to
+the other, adds to that. Fewer tokens than the smallest shape are run then: its padding costs no
+attention.
 """
 
 import sys
@@ -17,6 +22,9 @@ from collections.abc import Mapping
 from statistics import median_low
 
 MAX_STALL = 2.5  # decode steps that a step with prefill may take; below 3, for what is measured
+_LEAST_GROWTH = 1.25  # what the smallest shape may take longer by attention, at least
+_FEWEST_TOKENS = 4  # of a prompt in a step: reading its keys and values once is for these
+_SHORT_CONTEXT = 512  # tokens; the attention of fewer counts as part of a step's shape
 _SAMPLES = 9  # four outliers among them change nothing
 _STALE_AFTER = 512  # steps; older estimates of mixed steps are of other contexts
 
@@ -42,11 +50,21 @@ class StepTimes:
         self._decode: dict[int, _Estimate] = {}
         self._mixed: dict[int, _Estimate] = {}
         self._prefill: dict[int, _Estimate] = {}  # mixed steps in which nobody decoded
+        self._pair = _Estimate()  # of a token attending to another, in mixed steps
         self._copy = _Estimate()
         self._num_steps = 0
 
-    def observe(self, num_decode: int, num_prefill_tokens: int, seconds: float) -> None:
-        """Note a step of num_decode decode rows and num_prefill_tokens tokens, as run or padded."""
+    def observe(
+        self, num_decode: int, num_prefill_tokens: int, seconds: float, num_pairs: int = 0
+    ) -> None:
+        """Note a step of num_decode decode rows and a prefill part of num_prefill_tokens tokens,
+        both as run or padded; num_pairs: of its tokens and those they attend to."""
+        if num_decode and num_pairs >= _SHORT_CONTEXT * num_prefill_tokens > 0:
+            points = self._mixed_points(num_decode)
+            if points:
+                shape = _line_at(points, _size_class(num_prefill_tokens)) or 0.0
+                self._pair.add(max(seconds - shape, 0.0) / num_pairs, self._num_steps)
+                return  # not counted: a long prompt may take so many that all else would be stale
         self._num_steps += 1
         if not num_prefill_tokens:
             table, size = self._decode, num_decode
@@ -54,26 +72,28 @@ class StepTimes:
             table, size = self._mixed if num_decode else self._prefill, num_prefill_tokens
         table.setdefault(_size_class(size), _Estimate()).add(seconds, self._num_steps)
 
-    def prefill_limit(self, num_decode: int, sizes: tuple[int, ...]) -> int:
-        """The largest of the ascending `sizes` of a step's prefill part that stalls nobody.
+    def prefill_limit(self, num_decode: int, sizes: tuple[int, ...], context: int = 0) -> int:
+        """The most tokens of a step's prefill part that stall nobody.
 
-        At least the smallest. No limit while nobody decodes or too little is measured.
+        sizes: what the part is padded to, ascending. context: tokens before those that run. One of
+        the sizes, or fewer because of the context. At least what the smallest size may take. No
+        limit while nobody decodes or no decode step was measured.
         """
-        decode = _line_at(self._points(self._decode), _size_class(num_decode))
+        decode = self._decode_seconds(num_decode)
         if not sizes or not num_decode or decode is None:
             return sizes[-1] if sizes else sys.maxsize
-        points = self._points(self._mixed)
-        if not points:  # as if the two parts ran one after the other
-            points = [(size, decode + seconds) for size, seconds in self._points(self._prefill)]
+        points = self._mixed_points(num_decode)
         if not points:
-            return sizes[-1]
-        if len(points) == 1:
-            points = [(0, decode), *points]
-        for size in reversed(sizes):
-            seconds = _line_at(points, _size_class(size))
-            if seconds is not None and seconds <= MAX_STALL * decode:
-                return size
-        return sizes[0]
+            return sizes[0]  # which then tells about the others
+        shapes = [_line_at(points, _size_class(size)) or 0.0 for size in sizes]
+        longest = max(MAX_STALL * decode, _LEAST_GROWTH * shapes[0])
+        token = self._pair.seconds * context
+        most = min(_FEWEST_TOKENS, sizes[0])
+        for size, seconds in zip(sizes, shapes, strict=True):
+            left = longest - seconds
+            if left >= 0:
+                most = max(most, size if token * size <= left else int(left / token))
+        return most
 
     def observe_copy(self, num_pages: int, seconds: float) -> None:
         """Note that moving `num_pages` pages to or from host memory took `seconds`."""
@@ -87,6 +107,20 @@ class StepTimes:
             return True
         size, seconds = points[-1]
         return swap_is_cheaper(self._copy.seconds, seconds / size, page_size, num_groups)
+
+    def _decode_seconds(self, num_decode: int) -> float | None:
+        return _line_at(self._points(self._decode), _size_class(num_decode))
+
+    def _mixed_points(self, num_decode: int) -> list[tuple[int, float]]:
+        """(size class, seconds) of mixed steps with short contexts, from no prefill tokens on;
+        empty if too little is measured."""
+        decode = self._decode_seconds(num_decode)
+        if decode is None:
+            return []
+        points = self._points(self._mixed)
+        if not points:  # as if the two parts ran one after the other
+            points = [(size, decode + seconds) for size, seconds in self._points(self._prefill)]
+        return [(0, decode), *points] if points else []
 
     def _points(self, table: Mapping[int, _Estimate]) -> list[tuple[int, float]]:
         """(size class, seconds), ascending, of what was seen lately; of all if nothing was."""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from jaxserve.core.buckets import Bucket, largest_bucket
+from jaxserve.core.buckets import Bucket, first_bucket, largest_bucket
 from jaxserve.core.program_loader import ProgramLoader
 from jaxserve.engine.runner import MakeInputs, Progress, Runner
 
@@ -47,8 +47,7 @@ class WarmUp:
         self._load_smallest()
         self._load_rest()
         self._tell_memory()
-        smallest = self._smallest()
-        for bucket in (self._table[0], smallest):  # a first run sets XLA up
+        for bucket in (self._table[0], first_bucket(self._table)):  # a first run sets XLA up
             self._runner.dispatch(bucket, *self._make_inputs(bucket)).result()
 
     def load_smallest(self) -> None:
@@ -69,16 +68,13 @@ class WarmUp:
         if plan.warning is not None:
             log.warning("%s", plan.warning)
 
-    def _smallest(self) -> Bucket:
-        return next(bucket for bucket in self._table if bucket.prefill_tokens)
-
     def _load_smallest(self) -> None:
-        programs = self._runner.load([self._smallest()], self._make_inputs, self._progress)
+        programs = self._runner.load([first_bucket(self._table)], self._make_inputs, self._progress)
         self._loader.remember(programs)
 
     def _load_rest(self) -> None:
         self._runner.load_helpers()
-        rest = [bucket for bucket in self._table if bucket != self._smallest()]
+        rest = [bucket for bucket in self._table if bucket != first_bucket(self._table)]
         self._runner.load(rest, self._make_inputs, self._progress, self._stop, scoring=True)
 
     def _follow(self) -> None:

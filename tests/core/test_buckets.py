@@ -8,6 +8,7 @@ from jaxserve.core.buckets import (
     STEP_COST_TOKENS,
     Bucket,
     bucket_table,
+    first_bucket,
     pick_bucket,
     prefill_budget,
     prefill_sizes,
@@ -23,7 +24,8 @@ def names(table: tuple[Bucket, ...]) -> list[str]:
 
 def test_the_default_table():
     assert names(bucket_table(16, 512)) == [
-        "decode1", "decode4", "decode16", "mixed16+64", "mixed16+128", "mixed16+256", "mixed16+512",
+        "decode1", "decode4", "decode16", "mixed16+16", "mixed16+32", "mixed16+64", "mixed16+128",
+        "mixed16+256", "mixed16+512",
     ]  # fmt: skip
 
 
@@ -35,7 +37,8 @@ def test_sizes_of_a_mixed_bucket():
 def test_b54_largest_bucket_covers_an_odd_limit():
     table = bucket_table(6, 317)
     assert names(table) == [
-        "decode1", "decode4", "decode6", "mixed6+64", "mixed6+128", "mixed6+256", "mixed6+317",
+        "decode1", "decode4", "decode6", "mixed6+16", "mixed6+32", "mixed6+64", "mixed6+128",
+        "mixed6+256", "mixed6+317",
     ]  # fmt: skip
     assert pick_bucket(table, 6, 1, 317).prefill_tokens == 317
     assert pick_bucket(table, 0, 6, 257).prefill_tokens == 317
@@ -90,7 +93,20 @@ def test_limits_below_one_are_refused(limits: tuple[int, int]):
 
 
 def test_prefill_sizes_are_those_of_the_table():
-    assert prefill_sizes(bucket_table(4, 317)) == (64, 128, 256, 317)
+    assert prefill_sizes(bucket_table(4, 317)) == (16, 32, 64, 128, 256, 317)
+
+
+@pytest.mark.parametrize(
+    ("limits", "first"),
+    [
+        ((16, 512), "mixed16+64"),
+        ((4, 100), "mixed4+64"),
+        ((4, 48), "mixed4+48"),
+        ((2, 9), "mixed2+9"),
+    ],
+)
+def test_the_first_bucket_takes_prompts_in_large_pieces(limits: tuple[int, int], first: str):
+    assert first_bucket(bucket_table(*limits)).name == first
 
 
 @pytest.mark.parametrize(

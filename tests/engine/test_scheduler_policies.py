@@ -271,7 +271,7 @@ def test_steps_are_never_starved_by_the_time_budget():
     """Even where the smallest size is too slow, the prompt gets it in every step."""
     times = StepTimes()
     for size in SIZES:
-        times.observe(1, size, 100.0)
+        times.observe(1, size, size / 10)
     times.observe(1, 0, 0.001)
     harness = Harness(TIMED, num_pages=2000, page_size=8, step_times=times)
     harness.add(make_request("stream", 5, 200))

@@ -93,7 +93,9 @@ def test_one_bucket_serves_everything_until_the_others_are_there(expected: Run) 
     eventually_all(engine)
     stats.clear()
     assert drive(engine, some_requests()).tokens == expected.tokens
-    assert {s.bucket for s in stats} >= {"mixed4+100", "decode4"}
+    used = {s.bucket for s in stats}
+    assert "decode4" in used
+    assert used & {"mixed4+16", "mixed4+32", "mixed4+100"}
     assert {s.late_compiles for s in stats} == {0}
     assert heard[-1].startswith(f"all {len(engine.bucket_table)} shapes loaded")
 

@@ -119,3 +119,50 @@ def test_swapping_is_cheaper_when_two_copies_cost_less_than_the_prefill(copy: fl
     assert times.swap_is_cheaper(16, 2) is cheaper
     times.observe_copy(0, 5.0)
     assert times.swap_is_cheaper(16, 2) is cheaper
+
+
+def with_attention(pair: float, *, base: float = 14.0) -> StepTimes:
+    """Decode steps take 10, mixed ones base + size / 16, and `pair` for each pair of tokens."""
+    times = measured({size: base + size / 16 for size in SIZES})
+    for _ in range(9):
+        times.observe(8, 64, base + 4 + pair * 64 * 3000, 64 * 3000)
+    return times
+
+
+def test_the_first_step_with_decoders_is_small_and_tells_about_larger_ones():
+    times = measured({})
+    assert times.prefill_limit(8, SIZES) == 64
+    times.observe(8, 64, 12.0, 64 * 32)
+    assert times.prefill_limit(8, SIZES) == 256
+
+
+def test_attention_to_a_long_context_leaves_fewer_tokens():
+    pair = 1e-4
+    times = with_attention(pair)
+    assert times.prefill_limit(8, SIZES) == 128  # 14 + 8
+    assert times.prefill_limit(8, SIZES, context=100) == 128  # 22 + 1.3
+    for context in (500, 1000, 2000, 4000):
+        tokens = times.prefill_limit(8, SIZES, context)
+        size = next(size for size in SIZES if size >= tokens)
+        slowest = 10 * MAX_STALL
+        assert 14 + size / 16 + pair * context * tokens <= slowest
+        assert 14 + size / 16 + pair * context * (tokens + 1) > slowest - 1e-6 or tokens == size
+    assert times.prefill_limit(8, SIZES, 50_000) == 4  # a prompt goes on, whatever it takes
+    assert times.prefill_limit(0, SIZES, 50_000) == 512
+
+
+def test_where_the_smallest_shape_is_too_slow_attention_may_add_a_quarter():
+    times = with_attention(1e-3, base=96.0)  # 100 for 64 tokens, where 25 would be allowed
+    assert times.prefill_limit(8, SIZES) == 256  # 112; 512 would take 128
+    assert times.prefill_limit(8, SIZES, context=1000) == 25
+
+
+def test_steps_with_long_contexts_say_nothing_about_short_ones():
+    times = with_attention(1e-4)
+    short = times.prefill_limit(8, SIZES)
+    for _ in range(20):
+        times.observe(8, 128, 14 + 8 + 1e-4 * 128 * 6000, 128 * 6000)
+    assert times.prefill_limit(8, SIZES) == short
+    for _ in range(20):  # a kernel that grows worse with the context is noticed
+        times.observe(8, 64, 14 + 4 + 2e-4 * 64 * 6000, 64 * 6000)
+    assert times.prefill_limit(8, SIZES, 2000) < with_attention(1e-4).prefill_limit(8, SIZES, 2000)
