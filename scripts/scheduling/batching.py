@@ -21,7 +21,7 @@ from jaxserve.core.buckets import MAX_PREFILL_ROWS
 from jaxserve.engine.engine import Engine
 from scripts.scheduling.engine_runs import EngineRun, Loaded
 from scripts.scheduling.simulation import Simulation, constant_price, make_limits, make_request
-from scripts.scheduling.verdicts import Report, Target
+from scripts.scheduling.verdicts import Report, Rows, Target
 
 LEAST_RATIO = 1.8
 LEAST_OF_IDEAL = 0.9
@@ -111,7 +111,7 @@ def _report(
     outputs: Lengths, seconds: dict[str, list[float]], slots: dict[str, Slots], ideals: list[float]
 ) -> Report:
     total = sum(outputs)
-    rows = [("", "seconds", "tok/s", "steps", "slots used", "simulated")]
+    rows: Rows = [("", "seconds", "tok/s", "steps", "slots used", "simulated")]
     for way, taken in seconds.items():
         middle = statistics.median(taken)
         simulated = simulate(outputs, way)

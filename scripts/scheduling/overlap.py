@@ -15,10 +15,11 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxserve.engine.engine import Engine
 from scripts.scheduling.engine_runs import EngineRun, Loaded, Work
-from scripts.scheduling.verdicts import Report, Target
+from scripts.scheduling.verdicts import Report, Rows, Target
 
 ROWS = 16
 # 97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom; the last stands for more, too.
@@ -88,9 +89,9 @@ def run(loaded: Loaded, rounds: int, scale: float) -> Report:
     }
     for engine in engines.values():  # step times become known, threads have started
         EngineRun(engine).serve(tasks(0.1)["chat"](loaded))
-    rows = [("", "seconds", "async / sync", "95 % interval", "", "idle ms/step", "host ms/step",
-             "hidden ms/step")]  # fmt: skip
-    targets, numbers = [], {}
+    heads = ("seconds", "async / sync", "95 % interval", "", "idle", "host", "hidden ms/step")
+    rows: Rows = [("", *heads)]
+    targets, numbers = list[Target](), dict[str, Any]()
     for name, make in tasks(scale).items():
         seconds: dict[str, list[float]] = {loop: [] for loop in LOOPS}
         per_step: dict[str, list[PerStep]] = {loop: [] for loop in LOOPS}

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from jaxserve.engine.engine import Engine
 from scripts.bench_prefix_cache_host import OUTPUT, PROMPTS, measure
 from scripts.scheduling.engine_runs import EngineRun, Loaded, Work
-from scripts.scheduling.verdicts import Report, Target
+from scripts.scheduling.verdicts import Report, Rows, Target
 
 LEAST_RATIO = 5.0
 MOST_HOST_MICROSECONDS = 20.0
@@ -66,7 +66,7 @@ def _report(
     num_requests: int,
     prefix_tokens: int,
 ) -> Report:
-    rows = [("median time to first token", "cache off s", "cache on s", "off / on")]
+    rows: Rows = [("median time to first token", "cache off s", "cache on s", "off / on")]
     targets = []
     for way in WAYS:
         off, on = found[way, "off"], found[way, "on"]

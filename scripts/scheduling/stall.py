@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.step_times import StepTimes
 from scripts.scheduling.engine_runs import EngineRun, Loaded
-from scripts.scheduling.verdicts import Report, Target
+from scripts.scheduling.verdicts import Report, Rows, Target
 
 MOST_STALL = 3.0
 NUM_STREAMS = 8
@@ -82,7 +82,7 @@ def _step_until_first_token(run: EngineRun, name: str) -> None:
 
 def _gaps(times: list[list[float]], start: int, arrival: float) -> tuple[float, float]:
     """The median gap before the arrival, from token `start` on, and the worst that ended after."""
-    before, after = [], []
+    before, after = list[float](), list[float]()
     for stream in times:
         for earlier, later in zip(stream[start:], stream[start + 1 :], strict=False):
             (after if later > arrival else before).append(later - earlier)
@@ -100,7 +100,7 @@ def run(loaded: Loaded, rounds: int, long_prompt: int) -> Report:
     whole = loaded.engine(max_batch_tokens=max(long_prompt, WARM_UP_PROMPT))
     whole.scheduler.step_times = NoTimeLimit()
     found["no chunks"] = [measure(whole, loaded, long_prompt)]
-    rows = [("", "median gap ms", "worst gap ms", "worst / median", "first token s")]
+    rows: Rows = [("", "median gap ms", "worst gap ms", "worst / median", "first token s")]
     for way, stalls in found.items():
         one = sorted(stalls, key=lambda stall: stall.ratio)[len(stalls) // 2]
         rows.append(

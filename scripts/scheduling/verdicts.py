@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+Rows = list[Sequence[str]]
+
 
 @dataclass(frozen=True)
 class Target:
@@ -32,7 +34,7 @@ class Report:
 
     item: str
     about: str
-    rows: list[Sequence[str]] = field(default_factory=list)
+    rows: Rows = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from scripts.scheduling.mixed_trace import Lengths, read
 from scripts.scheduling.simulation import Simulation, constant_price, make_limits, make_request
-from scripts.scheduling.verdicts import Report, Target
+from scripts.scheduling.verdicts import Report, Rows, Target
 
 MOST_WASTE = 0.04
 PAGE_SIZE = 16
@@ -82,7 +82,7 @@ def run() -> Report:
     trace = read()
     usages = {size: run_trace(trace, size) for size in (8, PAGE_SIZE, 32)}
     usage = usages[PAGE_SIZE]
-    rows = [("", "places held", "unused", "share", "bound")]
+    rows: Rows = [("", "places held", "unused", "share", "bound")]
     for size, one in usages.items():
         share = (f"{one.share:.2%}", f"{bound(one, size):.2%}")
         rows.append((f"pages of {size}", f"{one.held:,}", f"{one.unused:,}", *share))
