@@ -47,8 +47,8 @@ def measures(options: argparse.Namespace) -> dict[str, Callable[[], Report]]:
         return options.rounds or (1 if options.quick else ROUNDS[item])
 
     quick = options.quick
-    outputs = (2, 4, 12, 24) if quick else batching.OUTPUT_LENGTHS
-    requests = 32 if quick else options.requests
+    outputs = (4, 8, 24, 48) if quick else batching.OUTPUT_LENGTHS
+    requests = 24 if quick else options.requests
     return {
         "waste": waste.run,
         "batching": lambda: batching.run(loaded(), rounds("batching"), requests, outputs),

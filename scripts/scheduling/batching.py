@@ -65,8 +65,9 @@ def simulate(outputs: Lengths, batching: str, rows: int = ROWS) -> Slots:
 
 def ideal_seconds(run: EngineRun, outputs: Lengths, rows: int, prompt_seconds: float) -> float:
     """What the trace would take with all slots busy. prompt_seconds: of one prompt token."""
-    full = [s.device_seconds for s in run.steps() if s.is_decode and s.num_tokens == rows]
-    step = statistics.median(full)
+    decode = [s for s in run.steps() if s.bucket == f"decode{rows}"]
+    most = max(s.num_tokens for s in decode)  # all rows, unless the trace is tiny
+    step = statistics.median(s.device_seconds for s in decode if s.num_tokens == most)
     decode_tokens = sum(outputs) - len(outputs)
     return decode_tokens / rows * step + PROMPT_TOKENS * len(outputs) * prompt_seconds
 

@@ -60,10 +60,6 @@ class StepRecord:
     bucket: str
     device_seconds: float
 
-    @property
-    def is_decode(self) -> bool:
-        return self.bucket.startswith("decode")
-
 
 @dataclass
 class EngineRun:
