@@ -35,9 +35,9 @@ from jaxserve.errors import EngineDeadError
 
 log = logging.getLogger(__name__)
 
-# A failed step is repeated once; if it fails again its requests are given up, and if steps go on
-# failing with other requests in them the fault is not theirs.
-_FAILURES_BEFORE_GIVING_UP_REQUESTS = 2
+# A request in a failed step is recomputed once. If a step with it fails again before it has got a
+# token it is given up: counting failed steps in a row would not do, because others run in between,
+# its own first chunks among them. If step after step fails, the fault is not the requests'.
 _FAILURES_BEFORE_DEATH = 4
 
 
@@ -80,7 +80,8 @@ class StepLoop:
         self._in_flight: InFlight | None = None
         self._events: list[TokenEvent] = []
         self._unreported = False  # something ended silently: the statistics must say so
-        self._failures = 0
+        self._failures = 0  # in a row
+        self._failed_at: dict[Request, int] = {}  # output tokens it had when its step failed last
         # time.monotonic() of the newest result; from when on the device had nothing to do.
         self._last_result = 0.0
         self._idle_since: float | None = None
@@ -120,8 +121,8 @@ class StepLoop:
                     timings.device_idle_seconds = self._idle_seconds(previous, timings.began)
             except Exception as error:  # whatever XLA raises: the donated pool is lost either way
                 failure = error
-        if previous is not None:
-            self._finish(previous, timings)
+        if previous is not None and not self._finish(previous, timings):
+            failure = None  # it followed from that one, and everything is recomputed already
         if failure is not None:
             self.recover(plan, failure)
         if not self._asynchronous and self._in_flight is not None:
@@ -202,15 +203,15 @@ class StepLoop:
                 slot = self._slots.assign(request)
                 self._runner.set_counts(slot, *token_counts(request, self._vocab_size))
 
-    def _finish(self, step: InFlight, timings: StepTimings) -> None:
-        """Wait for a step and commit it, or recover if it failed."""
+    def _finish(self, step: InFlight, timings: StepTimings) -> bool:
+        """Wait for a step and commit it, or recover if it failed; whether it went well."""
         waiting = time.monotonic()
         try:
             output = step.handle.result()
             scores = step.handle.prompt_logprobs()
         except Exception as error:  # whatever XLA raises
             self.recover(step.plan, error)
-            return
+            return False
         now = time.monotonic()
         seconds = now - max(step.dispatched, self._last_result)
         timings.on_result(now - waiting, seconds)
@@ -225,6 +226,7 @@ class StepLoop:
             self._idle_since = now
         self._failures = 0
         timings.on_commit(self._commit(step, output, scores))
+        return True
 
     def _commit(
         self, step: InFlight, output: StepOutput, scores: Logprobs | None
@@ -265,9 +267,13 @@ class StepLoop:
         )
         if self._failures >= _FAILURES_BEFORE_DEATH:
             raise EngineDeadError(f"{self._failures} steps in a row failed: {error}") from error
-        if self._failures >= _FAILURES_BEFORE_GIVING_UP_REQUESTS:
-            for item in (*plan.decode, *plan.prefill):
-                self._fail(item, f"the step failed twice: {type(error).__name__}")
+        self._failed_at = {
+            request: number
+            for request, number in self._failed_at.items()
+            if request.status is not Status.FINISHED
+        }
+        for item in (*plan.decode, *plan.prefill):
+            self._suspect(item, f"the step failed twice: {type(error).__name__}")
         if self._in_flight is not None:  # it used what the failed step left
             with suppress(Exception):  # only its end matters: it reads our arrays until then
                 self._in_flight.handle.result()
@@ -277,11 +283,18 @@ class StepLoop:
         self._slots.release_all()
         self._runner.reset()
 
-    def _fail(self, item: Scheduled, why: str) -> None:
-        """End a request with an error, unless it has ended or been sent back since."""
-        if self._is_here(item):
-            self._scheduler.abort(item.request.request_id)
-            self._report_error(item.request, why)
+    def _suspect(self, item: Scheduled, why: str) -> None:
+        """Note that a request was in a failed step; end it if it was before and got no token since,
+        unless it has ended or been sent back anyway."""
+        request = item.request
+        if not self._is_here(item):
+            return
+        num_output = len(request.output_token_ids)
+        if self._failed_at.get(request) == num_output:
+            self._scheduler.abort(request.request_id)
+            self._report_error(request, why)
+        else:
+            self._failed_at[request] = num_output
 
     def _fail_row(self, item: Scheduled) -> None:
         """A row whose logits are NaN fails alone; its pages are cleaned before anyone gets them."""
