@@ -215,12 +215,13 @@ class StepLoop:
         now = time.monotonic()
         seconds = now - max(step.dispatched, self._last_result)
         timings.on_result(now - waiting, seconds)
-        self._scheduler.step_times.observe(
-            len(step.plan.decode),
-            step.bucket.prefill_tokens if step.plan.prefill else 0,
-            seconds,
-            step.plan.num_prefill_pairs,
-        )
+        if scores is None:  # those take longer than a step of their shape
+            self._scheduler.step_times.observe(
+                len(step.plan.decode),
+                step.bucket.prefill_tokens if step.plan.prefill else 0,
+                seconds,
+                step.plan.num_prefill_pairs,
+            )
         self._last_result = now
         if self._in_flight is None:
             self._idle_since = now

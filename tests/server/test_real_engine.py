@@ -55,6 +55,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "penalties": {"seed": 3, "repetition_penalty": 1.3, "presence_penalty": 0.5},
     "filters": {"seed": 3, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
     "ids": {"seed": 5, "return_token_ids": True},
+    "echo": {"seed": 6, "n": 2, "echo": True, "logprobs": 2, "prompt_logprobs": 1},
 }
 
 
@@ -66,6 +67,32 @@ async def test_stream_equals_plain(server: RunningServer, variant: str) -> None:
     merged = merge_completion(await server.events(COMPLETIONS, asked))
     plain = await server.complete(**body, cache_salt=f"{variant}, plain")
     assert without_identity(merged) == without_identity(plain)
+
+
+async def test_b10_a_text_is_scored_as_it_was_drawn(server: RunningServer) -> None:
+    """What a prompt alone says of its tokens is what was said when they were drawn."""
+    drawn = await server.complete(
+        prompt="Once upon", max_tokens=12, temperature=0, ignore_eos=True, logprobs=2,
+        return_token_ids=True,
+    )  # fmt: skip
+    choice = drawn["choices"][0]
+    ids = choice["prompt_token_ids"] + choice["token_ids"]
+    for _ in range(2):  # the second time all of it is in the prefix cache
+        scored = await server.complete(prompt=ids, max_tokens=0, echo=True, logprobs=2)
+        fields = scored["choices"][0]["logprobs"]
+        assert {len(values) for values in fields.values()} == {len(ids)}
+        assert fields["token_logprobs"][0] is fields["top_logprobs"][0] is None
+        own = zip(fields["token_logprobs"][1:], fields["top_logprobs"][1:], strict=True)
+        assert all(logprob in top.values() for logprob, top in own)
+        got = fields["token_logprobs"][len(choice["prompt_token_ids"]) :]
+        assert got == pytest.approx(choice["logprobs"]["token_logprobs"], abs=1e-4)
+        assert scored["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+async def test_b10_an_abort_inside_a_prompt_leaves_nothing_behind(server: RunningServer) -> None:
+    body = {"prompt": "x" * 100, "max_tokens": 20, "echo": True, "logprobs": 5, "timeout": 1e-6}
+    status, answer = await server.post(COMPLETIONS, body)
+    assert (status, answer["error"]["code"]) == (408, "generation_timeout")
 
 
 async def test_chat_stream_equals_plain(server: RunningServer) -> None:
