@@ -37,13 +37,35 @@ class Attend(Protocol):
     ) -> tuple[jax.Array, KVPool]: ...
 
 
+class Linear(Protocol):
+    """See `Ops`."""
+
+    def __call__(
+        self,
+        x: jax.Array,
+        w: Any,
+        bias: jax.Array | None = None,
+        add_to: jax.Array | None = None,
+    ) -> jax.Array: ...
+
+
+class GatedLinear(Protocol):
+    """See `Ops`."""
+
+    def __call__(
+        self, x: jax.Array, w: Any, activation: str, bias: jax.Array | None = None
+    ) -> jax.Array: ...
+
+
 @dataclass(frozen=True)
 class Ops:
-    """Backend functions. `linear(x [..., K], w [N, K], bias [N] | None) -> [..., N]`: weights keep
-    their output axis first, so both operands are contracted on their last axis; w is a plain
-    array or a packed one (QuantizedArray, StackedRows).
+    """Backend functions. `linear(x [..., K], w [N, K], bias [N] | None, add_to [..., N] | None) ->
+    [..., N]`, the last being what the result is added to: weights keep their output axis first,
+    so both operands are contracted on their last axis; w is a plain array or a packed one
+    (QuantizedArray, StackedRows).
     `embed(table [V, E], tokens [T]) -> [T, E]`: rows of a plain or packed table.
-    `gated_activation(gate_up [..., 2F], name) -> activation(gate) * up [..., F]`.
+    `gated_linear(x [..., K], w [2F, K], activation, bias [2F] | None) -> activation(gate) * up
+    [..., F]`, gate being the first half of what `linear` gives and up the other.
     `rotate(x [T, H, D], cos [T, D/2], sin [T, D/2])` turns the pairs (i, i + D/2) of every head.
     `row_sum(x [R, N]) -> [R]`, float32, is what the sampler normalises with.
     `rms_norm(x [..., E], weight [E], eps) -> [..., E]` computes in float32.
@@ -51,9 +73,9 @@ class Ops:
 
     name: str
     attend: Attend
-    linear: Callable[[jax.Array, Any, jax.Array | None], jax.Array]
+    linear: Linear
     rms_norm: Callable[[jax.Array, jax.Array, float], jax.Array]
     embed: Callable[[Any, jax.Array], jax.Array]
-    gated_activation: Callable[[jax.Array, str], jax.Array]
+    gated_linear: GatedLinear
     rotate: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
     row_sum: Callable[[jax.Array], jax.Array]

@@ -15,11 +15,13 @@ def gated_mlp(
     down: Any,
     gate_up_bias: jax.Array | None = None,
     down_bias: jax.Array | None = None,
+    add_to: jax.Array | None = None,
 ) -> jax.Array:
-    """down(activation(gate(x)) * up(x)). x [T, E]; gate_up [2F, E], gate first; down [E, F].
+    """down(activation(gate(x)) * up(x)), plus add_to [T, E] if given.
 
-    One product for gate and up reads the activations once and gives XLA:CPU a larger matrix,
-    which matters for the few rows of a decode step.
+    x [T, E]; gate_up [2F, E], gate first; down [E, F]. One product for gate and up reads the
+    activations once and gives XLA:CPU a larger matrix, which matters for the few rows of a decode
+    step.
     """
-    both = ops.linear(x, gate_up, gate_up_bias)
-    return ops.linear(ops.gated_activation(both, activation), down, down_bias)
+    gated = ops.gated_linear(x, gate_up, activation, gate_up_bias)
+    return ops.linear(gated, down, down_bias, add_to)

@@ -255,11 +255,11 @@ def attention_output_and_mlp(
 ) -> jax.Array:
     """The rest of the layer: hidden [T, E] plus attention's output, plus the MLP's."""
     flat = attended.reshape(attended.shape[0], -1)  # [T, H * D]
-    hidden = hidden + ops.linear(flat, layer["attention_out"], layer.get("attention_out_bias"))
+    hidden = ops.linear(flat, layer["attention_out"], layer.get("attention_out_bias"), hidden)
     normed = ops.rms_norm(hidden, layer["mlp_norm"], config.rms_norm_eps)
-    return hidden + gated_mlp(
+    return gated_mlp(
         ops, config.activation, normed, layer["gate_up"], layer["down"],
-        layer.get("gate_up_bias"), layer.get("down_bias"),
+        layer.get("gate_up_bias"), layer.get("down_bias"), hidden,
     )  # fmt: skip
 
 

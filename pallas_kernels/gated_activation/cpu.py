@@ -9,12 +9,13 @@ import numpy as np
 from pallas_kernels import native
 from pallas_kernels.gated_activation.reference import gated_activation_reference
 
-_FUNCTIONS = {"silu": 0, "swish": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1}
+# As cpu.h numbers them.
+NATIVE_FUNCTIONS = {"silu": 0, "swish": 0, "gelu_new": 1, "gelu_pytorch_tanh": 1}
 
 
 def gated_activation_cpu(gate_up: jax.Array, activation: str) -> jax.Array:
     """See `pallas_kernels.gated_activation.gated_activation`."""
-    function = _FUNCTIONS.get(activation)
+    function = NATIVE_FUNCTIONS.get(activation)
     if function is None:
         return gated_activation_reference(gate_up, activation)
     native.module()

@@ -11,6 +11,8 @@
 // handler known to Python by the same name.
 #define JS_HANDLERS(X) \
   X(jaxserve_matmul)   \
+  X(jaxserve_matmul_add) \
+  X(jaxserve_gated_matmul) \
   X(jaxserve_take_rows) \
   X(jaxserve_rms_norm)  \
   X(jaxserve_rope)      \

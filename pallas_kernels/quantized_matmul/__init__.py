@@ -3,9 +3,12 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gated_activation import gated_activation
 from pallas_kernels.quantized_matmul.array import QuantizedArray, StackedRows
 from pallas_kernels.quantized_matmul.checks import check_array
 from pallas_kernels.quantized_matmul.cpu import (
+    can_gate,
+    gated_matmul_panels,
     matmul_panels,
     pack_panels,
     panels_shape,
@@ -26,6 +29,7 @@ __all__ = [
     "StackedRows",
     "check_array",
     "dequantize",
+    "gated_matmul",
     "matmul",
     "repack",
     "repack_shape",
@@ -33,8 +37,10 @@ __all__ = [
 ]
 
 
-def matmul(x: jax.Array, w: QuantizedArray | StackedRows) -> jax.Array:
-    """x [..., K] times packed w [N, K]: float32 [..., N].
+def matmul(
+    x: jax.Array, w: QuantizedArray | StackedRows, add_to: jax.Array | None = None
+) -> jax.Array:
+    """x [..., K] times packed w [N, K], plus add_to [..., N] float32 if given: float32 [..., N].
 
     Activations stay float32 (bfloat16 ones are widened), and every weight is expanded to the
     float32 number it stands for before it is multiplied. The array's layout says which backend
@@ -42,19 +48,48 @@ def matmul(x: jax.Array, w: QuantizedArray | StackedRows) -> jax.Array:
 
     Raises ValueError for shapes that do not fit and NotImplementedError for an unknown layout.
     """
+    _check_fits(x, w)
+    if add_to is not None and (add_to.shape[-1] != w.shape[0] or add_to.dtype != jnp.float32):
+        raise ValueError(
+            f"a product with a matrix {w.shape} is added to float32 [..., {w.shape[0]}], "
+            f"got {add_to.dtype} {add_to.shape}"
+        )
+    if isinstance(w, QuantizedArray) and w.layout == "panels":
+        return matmul_panels(_inputs(x, w), w, add_to)
+    if isinstance(w, StackedRows):
+        y = jnp.concatenate([matmul(x, piece) for piece in w.pieces], axis=-1)
+    elif w.layout == "rows":
+        y = matmul_reference(_inputs(x, w), w)
+    else:
+        raise NotImplementedError(
+            f"quantized_matmul has no layout {w.layout!r}; it has: rows, panels"
+        )
+    return y if add_to is None else add_to + y
+
+
+def gated_matmul(x: jax.Array, w: QuantizedArray | StackedRows, activation: str) -> jax.Array:
+    """activation(gate) * up, which are the halves of x [..., K] times packed w [2F, K]: [..., F].
+
+    activation: a name of `pallas_kernels.gated_activation`. Raises ValueError as `matmul` and
+    `gated_activation` do, NotImplementedError for an unknown layout.
+    """
+    panels = (w if isinstance(w, QuantizedArray) else w.pieces[0]).layout == "panels"
+    if isinstance(w, QuantizedArray) and panels and can_gate(w, activation):
+        _check_fits(x, w)
+        return gated_matmul_panels(_inputs(x, w), w, activation)
+    return gated_activation(matmul(x, w), activation, backend="cpu" if panels else "reference")
+
+
+def _check_fits(x: jax.Array, w: QuantizedArray | StackedRows) -> None:
     if x.shape[-1] != w.shape[1]:
         raise ValueError(f"activations {x.shape} do not fit a matrix {w.shape} on their last axis")
-    if isinstance(w, StackedRows):
-        return jnp.concatenate([matmul(x, piece) for piece in w.pieces], axis=-1)
+
+
+def _inputs(x: jax.Array, w: QuantizedArray) -> jax.Array:
+    """x as float32, in the order in which w keeps its inputs."""
     x = x.astype(jnp.float32)
     perm = w.parts.get("perm")
-    if perm is not None:
-        x = jnp.take(x, perm, axis=-1, mode="clip")
-    if w.layout == "rows":
-        return matmul_reference(x, w)
-    if w.layout == "panels":
-        return matmul_panels(x, w)
-    raise NotImplementedError(f"quantized_matmul has no layout {w.layout!r}; it has: rows, panels")
+    return x if perm is None else jnp.take(x, perm, axis=-1, mode="clip")
 
 
 def take_rows(w: QuantizedArray | StackedRows, rows: jax.Array) -> jax.Array:

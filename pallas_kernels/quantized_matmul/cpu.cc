@@ -398,7 +398,7 @@ struct MXFP4 {
 // ---- few rows: expand in registers, multiply there ----
 
 template <class Format, int M>
-void few_rows(const Matrix& w, const uint8_t* panel, const float* x, float* y, int64_t width) {
+void few_rows(const Matrix& w, const uint8_t* panel, const float* x, float* sums) {
   constexpr int NV = AllOutputs::NV;
   vf sum[M][NV] = {};
   for (int64_t k0 = 0; k0 < w.k; k0 += kReduction) {
@@ -415,11 +415,8 @@ void few_rows(const Matrix& w, const uint8_t* panel, const float* x, float* y, i
     for (int m = 0; m < M; m++)
       for (int v = 0; v < NV; v++) sum[m][v] += chain[m][v];
   }
-  for (int m = 0; m < M; m++) {
-    alignas(64) float out[kPanel];
-    for (int v = 0; v < NV; v++) store(out + v * kLanes, sum[m][v]);
-    std::memcpy(y + m * w.n, out, width * sizeof(float));
-  }
+  for (int m = 0; m < M; m++)
+    for (int v = 0; v < NV; v++) store(sums + m * kPanel + v * kLanes, sum[m][v]);
 }
 
 // ---- more rows: kColumns outputs at a time; the first rows as above, and what they expanded is
@@ -436,8 +433,7 @@ constexpr int kFirstRows = 4;  // expanding takes registers too
 constexpr int kNoTile = 6;     // up to so many rows need no tile: the first block has them all
 
 // Where a block of rows reads inputs and adds up outputs: x at its first row and input; sums
-// [rows][kPanel] at its first row and output. The outputs themselves are written once, at the end:
-// their rows lie a power of two apart often enough, and would throw each other out of the cache.
+// [rows][kPanel] at its first row and output.
 struct Block {
   const float* x;
   int64_t stride;
@@ -532,35 +528,26 @@ void prefetch_tile(const Matrix& w, const uint8_t* panel, int64_t k) {
 }
 
 template <template <class> class Format>
-void many_rows(const Matrix& w, const uint8_t* panel, const float* x, float* y, int64_t rows,
-               int64_t width) {
+void many_rows(const Matrix& w, const uint8_t* panel, const float* x, int64_t rows, float* sums) {
   alignas(64) float tile[kReduction * kColumns];
-  alignas(64) float sums[kMostRows * kPanel];
   std::memset(sums, 0, rows * kPanel * sizeof(float));
   for (int64_t k0 = 0; k0 < w.k; k0 += kReduction) {
     int64_t k1 = k0 + kReduction < w.k ? k0 + kReduction : w.k;
     prefetch_tile(w, panel, k1);
     all_rows<Format<Outputs<0, CV>>>(w, panel, k0, k1, {x + k0, w.k, sums}, rows, tile);
-    if constexpr (kPanel > kColumns) {
-      if (width > kColumns)
-        all_rows<Format<Outputs<CV, CV>>>(w, panel, k0, k1, {x + k0, w.k, sums + kColumns}, rows, tile);
-    }
+    if constexpr (kPanel > kColumns)
+      all_rows<Format<Outputs<CV, CV>>>(w, panel, k0, k1, {x + k0, w.k, sums + kColumns}, rows, tile);
   }
-  for (int64_t m = 0; m < rows; m++)
-    std::memcpy(y + m * w.n, sums + m * kPanel, width * sizeof(float));
 }
 
 template <template <class> class Format>
-void one_panel(const Matrix& w, int64_t index, const float* x, float* y, int64_t m0, int64_t m1) {
+void one_panel(const Matrix& w, int64_t index, const float* x, int64_t rows, float* sums) {
   const uint8_t* panel = w.panels + index * w.panel_bytes;
-  int64_t first = index * kPanel, width = w.n - first < kPanel ? w.n - first : kPanel;
-  x += m0 * w.k;
-  y += m0 * w.n + first;
-  switch (m1 - m0) {
-    case 1: return few_rows<Format<AllOutputs>, 1>(w, panel, x, y, width);
-    case 2: return few_rows<Format<AllOutputs>, 2>(w, panel, x, y, width);
-    case 3: return few_rows<Format<AllOutputs>, 3>(w, panel, x, y, width);
-    default: return many_rows<Format>(w, panel, x, y, m1 - m0, width);
+  switch (rows) {
+    case 1: return few_rows<Format<AllOutputs>, 1>(w, panel, x, sums);
+    case 2: return few_rows<Format<AllOutputs>, 2>(w, panel, x, sums);
+    case 3: return few_rows<Format<AllOutputs>, 3>(w, panel, x, sums);
+    default: return many_rows<Format>(w, panel, x, rows, sums);
   }
 }
 
@@ -601,8 +588,8 @@ JS_INLINE void by_format(int format, Args&&... args) {
 
 template <template <class> class Format>
 struct PanelCall {
-  static void run(const Matrix& w, int64_t p, const float* x, float* y, int64_t m0, int64_t m1) {
-    one_panel<Format>(w, p, x, y, m0, m1);
+  static void run(const Matrix& w, int64_t p, const float* x, int64_t rows, float* sums) {
+    one_panel<Format>(w, p, x, rows, sums);
   }
 };
 
@@ -611,15 +598,30 @@ struct RowCall {
   static void run(const Matrix& w, int64_t row, float* out) { one_row<Format>(w, row, out); }
 };
 
-void panel(const Matrix& w, int64_t p, const float* x, float* y, int64_t m0, int64_t m1) {
-  by_format<PanelCall>(w.format, w, p, x, y, m0, m1);
+void panel(const Matrix& w, int64_t p, const float* x, int64_t rows, float* sums) {
+  by_format<PanelCall>(w.format, w, p, x, rows, sums);
+}
+
+void put(const float* sums, int64_t rows, int64_t width, const float* addend, float* y,
+         int64_t stride) {
+  for (int64_t m = 0; m < rows; m++, sums += kPanel, y += stride) {
+    const float* more = addend == nullptr ? nullptr : addend + m * stride;
+    if (width < kPanel) {
+      for (int64_t i = 0; i < width; i++) y[i] = more == nullptr ? sums[i] : more[i] + sums[i];
+      continue;
+    }
+    for (int i = 0; i < kPanel; i += kLanes) {
+      vf sum = load<vf>(sums + i);
+      store(y + i, more == nullptr ? sum : load<vf>(more + i) + sum);
+    }
+  }
 }
 
 void take_row(const Matrix& w, int64_t row, float* out) { by_format<RowCall>(w.format, w, row, out); }
 
 }  // namespace
 
-extern const MatmulKernels matmul_kernels = {panel, take_row};
+extern const MatmulKernels matmul_kernels = {panel, put, take_row};
 
 }  // namespace JS_ISA
 }  // namespace jaxserve

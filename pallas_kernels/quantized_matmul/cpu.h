@@ -20,10 +20,15 @@ struct Matrix {
   int format;     // native_id of formats.py
 };
 
+// A product is made panel by panel into sums [rows][kPanel], a few KiB in the cache, and from there
+// into its result, once: rows of a result lie a power of two apart often enough, and would throw each
+// other out of the cache.
 struct MatmulKernels {
-  // y[m, n] = x[m, :] . w[n, :] for rows [m0, m1), at most kMostRows, and the 32 outputs of one
-  // panel.
-  void (*panel)(const Matrix& w, int64_t panel, const float* x, float* y, int64_t m0, int64_t m1);
+  // sums = x [rows, k] . w of the 32 outputs of one panel; rows <= kMostRows. sums: 64-byte aligned.
+  void (*panel)(const Matrix& w, int64_t panel, const float* x, int64_t rows, float* sums);
+  // y [rows, ...] = sums [rows][width], plus addend, which lies as y does, if it is not null.
+  void (*put)(const float* sums, int64_t rows, int64_t width, const float* addend, float* y,
+              int64_t stride);
   // out [k]: row `row` of the matrix, expanded.
   void (*take_row)(const Matrix& w, int64_t row, float* out);
 };

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import native
+from pallas_kernels.gated_activation.cpu import NATIVE_FUNCTIONS
 from pallas_kernels.native.memory import Regions
 from pallas_kernels.quantized_matmul.array import QuantizedArray
 from pallas_kernels.quantized_matmul.checks import check_array
@@ -73,8 +74,8 @@ def panels_shape(form: Format, N: int, K: int, group: int) -> tuple[int, int]:
     return -(-N // PANEL), int(panel_bytes)
 
 
-def matmul_panels(x: jax.Array, w: QuantizedArray) -> jax.Array:
-    """x [..., K] float32 times panels of [N, K]: float32 [..., N].
+def matmul_panels(x: jax.Array, w: QuantizedArray, add_to: jax.Array | None = None) -> jax.Array:
+    """x [..., K] float32 times panels of [N, K], plus add_to [..., N] float32: float32 [..., N].
 
     The sum over inputs has one order, whatever the number of rows: a row's bits depend on that row
     alone (cpu.cc says which order). Raises ValueError for panels that are not w's.
@@ -83,8 +84,32 @@ def matmul_panels(x: jax.Array, w: QuantizedArray) -> jax.Array:
     panels = _panels(w)
     flat = x.reshape(math.prod(x.shape[:-1]), K)
     out = jax.ShapeDtypeStruct((flat.shape[0], N), jnp.float32)
-    y = jax.ffi.ffi_call("jaxserve_matmul", out)(flat, panels, **_attributes(w))
+    if add_to is None:
+        y = jax.ffi.ffi_call("jaxserve_matmul", out)(flat, panels, **_attributes(w))
+    else:
+        call = jax.ffi.ffi_call("jaxserve_matmul_add", out)
+        y = call(flat, panels, add_to.reshape(out.shape), **_attributes(w))
     return y.reshape(*x.shape[:-1], N)
+
+
+def can_gate(w: QuantizedArray, activation: str) -> bool:
+    """Whether `gated_matmul_panels` takes w: both halves must be whole panels."""
+    return w.shape[0] % (2 * PANEL) == 0 and activation in NATIVE_FUNCTIONS
+
+
+def gated_matmul_panels(x: jax.Array, w: QuantizedArray, activation: str) -> jax.Array:
+    """activation(gate) * up of the two halves of x [..., K] times panels of [2F, K]: [..., F].
+
+    Bit for bit what the product and the gate say one after the other, without the halves going
+    through memory. Raises ValueError for panels that are not w's.
+    """
+    N, K = w.shape
+    panels = _panels(w)
+    flat = x.reshape(math.prod(x.shape[:-1]), K)
+    out = jax.ShapeDtypeStruct((flat.shape[0], N // 2), jnp.float32)
+    function = np.int64(NATIVE_FUNCTIONS[activation])
+    call = jax.ffi.ffi_call("jaxserve_gated_matmul", out)
+    return call(flat, panels, function=function, **_attributes(w)).reshape(*x.shape[:-1], N // 2)
 
 
 def take_rows_panels(w: QuantizedArray, rows: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 // outside a buffer is checked again here, because a handler can be reached without Python.
 #include <algorithm>
 
+#include "../gated_activation/cpu.h"
 #include "../native/parallel.h"
 #include "cpu.h"
 #include "pack.h"
@@ -29,31 +30,88 @@ bool make_matrix(const ffi::Buffer<ffi::U8>& panels, int64_t format, int64_t gro
 constexpr int64_t kWorthSharing = 1 << 16;
 constexpr int64_t kRunsPerThread = 6;  // enough that a thread that comes late takes fewer
 
-ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> panels,
-                  ffi::ResultBuffer<ffi::F32> y, int64_t format, int64_t group, int64_t n,
-                  int64_t k) {
-  Matrix w;
-  if (!make_matrix(panels, format, group, n, k, &w)) return bad("matmul: panels do not fit");
-  auto shape = x.dimensions();
-  if (shape.size() != 2 || shape[1] != k) return bad("matmul: activations do not fit");
-  int64_t m = shape[0], num_panels = (n + kPanel - 1) / kPanel;
-  if (m == 0) return ffi::Error::Success();
+// Calls body(panel, first row, rows) for all of m rows and `panels` panels; work: multiply-adds.
+template <class Body>
+void for_panels(ffi::ThreadPool& pool, int64_t m, int64_t panels, int64_t work, const Body& body) {
   int64_t slices = (m + kMostRows - 1) / kMostRows;
   // Neighbouring panels go to one thread, whose reads then run on from one into the next.
-  int64_t runs = std::min(num_panels, pool.num_threads() * kRunsPerThread);
-  const float* in = x.typed_data();
-  float* out = y->typed_data();
-  auto kernel = matmul_kernels_in_use().panel;
+  int64_t runs = std::min(panels, pool.num_threads() * kRunsPerThread);
   auto task = [&](int64_t i) {
-    int64_t run = i / slices, slice = i % slices;
-    for (int64_t p = run * num_panels / runs; p < (run + 1) * num_panels / runs; p++)
-      kernel(w, p, in, out, slice * m / slices, (slice + 1) * m / slices);
+    int64_t run = i / slices, slice = i % slices, m0 = slice * m / slices;
+    for (int64_t p = run * panels / runs; p < (run + 1) * panels / runs; p++)
+      body(p, m0, (slice + 1) * m / slices - m0);
   };
-  if (m * n * k < kWorthSharing) {
+  if (work < kWorthSharing) {
     for (int64_t i = 0; i < runs * slices; i++) task(i);
   } else {
     parallel_for(pool, runs * slices, task);
   }
+}
+
+// y [m, n] = x [m, k] . w [n, k], plus addend [m, n] if it is not null.
+ffi::Error product(ffi::ThreadPool& pool, ffi::Buffer<ffi::F32>& x, ffi::Buffer<ffi::U8>& panels,
+                   const float* addend, ffi::ResultBuffer<ffi::F32>& y, int64_t format,
+                   int64_t group, int64_t n, int64_t k) {
+  Matrix w;
+  if (!make_matrix(panels, format, group, n, k, &w)) return bad("matmul: panels do not fit");
+  auto shape = x.dimensions();
+  if (shape.size() != 2 || shape[1] != k || (int64_t)y->element_count() != shape[0] * n)
+    return bad("matmul: activations do not fit");
+  int64_t m = shape[0];
+  if (m == 0) return ffi::Error::Success();
+  const float* in = x.typed_data();
+  float* out = y->typed_data();
+  const MatmulKernels& kernels = matmul_kernels_in_use();
+  for_panels(pool, m, (n + kPanel - 1) / kPanel, m * n * k, [&](int64_t p, int64_t m0, int64_t rows) {
+    alignas(64) float sums[kMostRows * kPanel];
+    int64_t at = m0 * n + p * kPanel;
+    kernels.panel(w, p, in + m0 * k, rows, sums);
+    kernels.put(sums, rows, std::min<int64_t>(kPanel, n - p * kPanel),
+                addend == nullptr ? nullptr : addend + at, out + at, n);
+  });
+  return ffi::Error::Success();
+}
+
+ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> panels,
+                  ffi::ResultBuffer<ffi::F32> y, int64_t format, int64_t group, int64_t n,
+                  int64_t k) {
+  return product(pool, x, panels, nullptr, y, format, group, n, k);
+}
+
+ffi::Error matmul_add(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> panels,
+                      ffi::Buffer<ffi::F32> addend, ffi::ResultBuffer<ffi::F32> y, int64_t format,
+                      int64_t group, int64_t n, int64_t k) {
+  if (addend.element_count() != y->element_count()) return bad("matmul_add: addend does not fit");
+  return product(pool, x, panels, addend.typed_data(), y, format, group, n, k);
+}
+
+// y [m, n / 2] = f(x . gate) (x . up), gate being the first half of w's rows, a whole number of
+// panels, and up the other.
+ffi::Error gated_matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::U8> panels,
+                        ffi::ResultBuffer<ffi::F32> y, int64_t format, int64_t group, int64_t n,
+                        int64_t k, int64_t function) {
+  Matrix w;
+  if (!make_matrix(panels, format, group, n, k, &w) || n % (2 * kPanel))
+    return bad("gated_matmul: panels do not fit");
+  auto shape = x.dimensions();
+  int64_t size = n / 2;
+  if (shape.size() != 2 || shape[1] != k || (int64_t)y->element_count() != shape[0] * size)
+    return bad("gated_matmul: activations do not fit");
+  if (function != kSilu && function != kGeluTanh) return bad("gated_matmul: unknown function");
+  int64_t m = shape[0], pairs = size / kPanel;
+  if (m == 0) return ffi::Error::Success();
+  const float* in = x.typed_data();
+  float* out = y->typed_data();
+  auto panel = matmul_kernels_in_use().panel;
+  auto gate_row = gated_activation_kernels_in_use().row;
+  for_panels(pool, m, pairs, m * n * k, [&](int64_t p, int64_t m0, int64_t rows) {
+    alignas(64) float gate[kMostRows * kPanel], up[kMostRows * kPanel];
+    panel(w, p, in + m0 * k, rows, gate);
+    panel(w, pairs + p, in + m0 * k, rows, up);
+    for (int64_t r = 0; r < rows; r++)
+      gate_row((int)function, gate + r * kPanel, up + r * kPanel, out + (m0 + r) * size + p * kPanel,
+               kPanel);
+  });
   return ffi::Error::Success();
 }
 
@@ -84,6 +142,30 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_matmul, matmul,
                                   .Attr<int64_t>("group")
                                   .Attr<int64_t>("n")
                                   .Attr<int64_t>("k"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_matmul_add, matmul_add,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::U8>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("format")
+                                  .Attr<int64_t>("group")
+                                  .Attr<int64_t>("n")
+                                  .Attr<int64_t>("k"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_gated_matmul, gated_matmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::U8>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("format")
+                                  .Attr<int64_t>("group")
+                                  .Attr<int64_t>("n")
+                                  .Attr<int64_t>("k")
+                                  .Attr<int64_t>("function"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_take_rows, take_rows,
                               ffi::Ffi::Bind()

@@ -25,7 +25,7 @@ def load(options: dict[str, Any]) -> tuple[Generate, dict[str, Any]]:
     from jaxserve.sampling_params import SamplingParams
 
     started = time.perf_counter()
-    llm = LLM(options["path"], max_batch_rows=options["streams"])
+    llm = LLM(options["path"], max_batch_rows=options["streams"], prefix_cache=False)
     start_seconds = time.perf_counter() - started
     numbers = itertools.count()
 

@@ -151,8 +151,12 @@ def test_all_layers_share_one_trace() -> None:
             calls.append(1)
             return ops.linear(*args)
 
+        def gated(*args: Any, calls: list[int] = calls, ops: Any = ops) -> jax.Array:
+            calls.append(1)
+            return ops.gated_linear(*args)
+
         run = PagedModel(MODEL, config, random_params(MODEL, config))
-        run.ops = replace(ops, linear=linear)
+        run.ops = replace(ops, linear=linear, gated_linear=gated)
         run.whole([1, 2, 3])
         traced.append(len(calls))
     assert traced[0] == traced[1] == 5  # qkv, out, gate_up, down; and the logits

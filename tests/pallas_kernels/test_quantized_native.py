@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import native
+from pallas_kernels.gated_activation import gated_activation
 from pallas_kernels.quantized_matmul import (
     FORMATS,
     QuantizedArray,
     StackedRows,
+    gated_matmul,
     matmul,
     repack,
     take_rows,
@@ -194,3 +196,38 @@ def test_an_instruction_set_that_cannot_be_had() -> None:
     assert done.stdout.strip() == (
         "JAXSERVE_CPU_ISA names no instruction set; choose baseline, avx2 or avx512"
     ), done.stderr
+
+
+@pytest.mark.parametrize("rows", [1, 3, 6, 17, 200])
+@pytest.mark.parametrize("form", ["q4_1", "q6_k", "f32"])
+def test_a_sum_and_a_gate_at_the_end_change_no_bit(form: str, rows: int) -> None:
+    w = on_device(random_array(Case(form, 192, 512)))
+    x, addend = normal(rows, 512), normal(rows, 192)
+    plain = matmul(x, w)
+    np.testing.assert_array_equal(matmul(x, w, jnp.asarray(addend)), addend + plain)
+    np.testing.assert_array_equal(
+        gated_matmul(x, w, "silu"), gated_activation(plain, "silu", backend="cpu")
+    )
+
+
+@pytest.mark.parametrize("case", [Case("q4_1", 96, 64), Case("f32", 34, 64)])
+def test_halves_that_are_not_whole_panels_are_gated_too(case: Case) -> None:
+    w = random_array(case)
+    x = normal(5, 64)
+    want = gated_activation(matmul(x, jax.device_put(w)), "gelu_pytorch_tanh")
+    packed = on_device(w)
+    stacked = StackedRows((packed, on_device(random_array(case, seed=1))))
+    np.testing.assert_allclose(gated_matmul(x, packed, "gelu_pytorch_tanh"), want, 1e-4, 1e-4)
+    both = matmul(x, stacked)
+    np.testing.assert_array_equal(
+        gated_matmul(x, stacked, "silu"), gated_activation(both, "silu", backend="cpu")
+    )
+    np.testing.assert_array_equal(matmul(x, stacked, both), both + both)
+
+
+def test_an_addend_of_another_shape_or_type_is_refused() -> None:
+    w = on_device(random_array(Case("q4_1", 64, 64)))
+    with pytest.raises(ValueError, match=r"float32 \[..., 64\], got float32 \(3, 63\)"):
+        matmul(normal(3, 64), w, jnp.zeros((3, 63)))
+    with pytest.raises(ValueError, match="got bfloat16"):
+        matmul(normal(3, 64), w, jnp.zeros((3, 64), jnp.bfloat16))
