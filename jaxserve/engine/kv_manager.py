@@ -217,20 +217,30 @@ class KVManager:
             self._let_go(request, holding)
 
     def discard(self, request: Request) -> list[int]:
-        """Like `release`, but nothing of it stays findable, because what it computed is not to be
-        trusted. Returns the pages that are free now, to be cleaned before anyone gets them."""
+        """Like `release`, but its KV is not to be trusted: nothing of it, and nothing that others
+        may have taken from it, stays findable. Returns the pages that are free now, to be cleaned
+        before anyone gets them."""
         holding = self._holdings.pop(request, None)
         if holding is None:
             return []
-        freed = []
-        top = holding.node
-        if top is not None and top.is_alive and top.parent is not None:
-            while top.parent is not None and top.parent.parent is not None:
-                top = top.parent
-            freed = self._cache.remove(top)
+        freed = self._distrust(request)
         held = {page for pages in request.pages for page in pages if page}
         self._let_go(request, holding)
         return freed + [page for page in sorted(held) if self._allocator.ref_count(page) == 0]
+
+    def _distrust(self, request: Request) -> list[int]:
+        """Forget all that begins like a request, so that a page could be shared or copied."""
+        tree, begin = self._cache.tree, self._finder.min_tail
+        root = tree.find_root(request)
+        if root is None or request.num_tokens < begin:
+            return []
+        tokens = tree.token_bytes(request, 0, begin)
+        for other, holding in self._holdings.items():  # who has no full page yet
+            if holding.node is root and tree.token_bytes(other, 0, begin) == tokens:
+                root.pins -= 1
+                holding.node = None
+        alike = [node for node in root.children.values() if node.tokens.startswith(tokens)]
+        return [page for node in alike for page in self._cache.remove(node)]
 
     def adopt(
         self, request: Request, num_tokens: int, first_pages: Sequence[int]

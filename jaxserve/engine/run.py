@@ -228,6 +228,10 @@ class Run:
 
 def check_run_params(params: SamplingParams) -> None:
     """Raise InvalidRequestError for what belongs to whole results."""
+    if params.prompt_logprobs is not None:
+        raise InvalidRequestError(
+            "a run has no prompt_logprobs; ask generate for them", "prompt_logprobs"
+        )
     if params.n != 1:
         raise InvalidRequestError(
             f"n is {params.n}; a run is one choice: start or fork as many as you need", "n"

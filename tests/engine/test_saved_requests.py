@@ -111,8 +111,11 @@ def test_pages_of_another_size_are_computed_again(
 
 
 @pytest.mark.parametrize("settings", [{"prefix_cache": False}, {"num_pages": 34}], ids=str)
-def test_without_room_for_the_pages_they_are_computed_again(settings: dict, tmp_path: Path) -> None:
-    """No cache; or a pool that others fill: a page more than the saved request's is free."""
+def test_without_room_for_the_pages_they_are_computed_again(
+    settings: dict, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No cache; or a pool that somebody else fills."""
+    caplog.set_level("INFO")
     engine, other = make_engine(), make_engine(**settings)
     item = request("saved", PROMPT, GREEDY)
     run_for(engine, item, 5)
