@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
+    from jaxserve.engine.beam_search import BeamSearchParams
     from jaxserve.llm import LLM
     from jaxserve.sampling_params import SamplingParams
 
-__all__ = ["LLM", "EngineConfig", "SamplingParams"]
+__all__ = ["LLM", "BeamSearchParams", "EngineConfig", "SamplingParams"]
 
 _HOMES = {
+    "BeamSearchParams": "jaxserve.engine.beam_search",
     "EngineConfig": "jaxserve.config",
     "LLM": "jaxserve.llm",
     "SamplingParams": "jaxserve.sampling_params",

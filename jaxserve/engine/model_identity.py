@@ -1,7 +1,7 @@
 """Whether two processes serve the same model: what a saved request remembers of its own.
 
-Hashing every weight would take minutes for a large model. So the weights are told apart by a
-sample: two rows of every array, one from its middle and its last one. Training changes all rows of
+Hashing every weight would mean to fetch a large model back from the device. So they are told apart
+by a sample: two rows of every array, one from its middle and its last one. Training changes all rows of
 a matrix, so a fine-tuned or another checkpoint of the same shape differs in it. It is no proof
 against somebody who changes other numbers on purpose.
 
