@@ -102,6 +102,29 @@ def test_a_long_prompt_stalls_nobody(device: Device):
     assert worst <= stall.MOST_STALL * median
 
 
+def test_a_newcomer_with_a_long_cached_prefix_stalls_nobody():
+    """Its few tokens come after thousands, so each costs as much as many."""
+    simulation = Simulation(make_limits(16), Device(), prefix_cache=True)
+    first = make_request(4000, 1, "first")
+    again = make_request(0, 1, "again")
+    again.prompt_token_ids = first.prompt_token_ids[:3900] + tuple(range(200))
+    simulation.add([make_request(100, 5000, "stream")])
+    slowest = 0.0
+    for number, step in enumerate(simulation.steps()):
+        if number == 20:
+            simulation.add([first])
+        names = {news.request.request_id for _, news in simulation.committed}
+        if "first" in names and again.arrival_time == 0:
+            again.arrival_time = simulation.now
+            simulation.add([again])
+        slowest = max(slowest, step.seconds) if again.arrival_time else 0.0
+        if "again" in names:
+            break
+        simulation.committed.clear()
+    assert again.num_cached_tokens == 3900
+    assert slowest <= stall.MOST_STALL * 80
+
+
 def test_without_predicted_time_and_without_chunks_streams_stall():
     median, chunks = gaps(Device(), 1500, stall.NoTimeLimit())
     assert chunks > 10 * median
