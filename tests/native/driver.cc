@@ -158,13 +158,19 @@ void check_rows(const Copy& copy, Case& c, const Matrix& w, Exact<float>& taken)
   }
 }
 
+// Rows [m0, m1) of x times w, plus addend if it is not null; the other rows of the result are NaN.
 Exact<float> product(const Copy& copy, const Matrix& w, const float* x, int64_t rows, int64_t m0,
-                     int64_t m1) {
-  Exact<float> exact_x(rows * w.k), y(rows * w.n);
-  std::memcpy(exact_x.get(), x, (size_t)(rows * w.k) * sizeof(float));
+                     int64_t m1, const float* addend = nullptr) {
+  Exact<float> exact_x((m1 - m0) * w.k), y(rows * w.n), sums((m1 - m0) * kPanel);
+  std::memcpy(exact_x.get(), x + m0 * w.k, (size_t)exact_x.size * sizeof(float));
   for (int64_t i = 0; i < y.size; i++) y[i] = NAN;
-  for (int64_t p = 0; p < (w.n + kPanel - 1) / kPanel; p++)
-    copy.matmul.panel(w, p, exact_x.get(), y.get(), m0, m1);
+  for (int64_t p = 0; p < (w.n + kPanel - 1) / kPanel; p++) {
+    int64_t width = w.n - p * kPanel < kPanel ? w.n - p * kPanel : kPanel;
+    int64_t at = m0 * w.n + p * kPanel;
+    copy.matmul.panel(w, p, exact_x.get(), m1 - m0, sums.get());
+    copy.matmul.put(sums.get(), m1 - m0, width, addend == nullptr ? nullptr : addend + at,
+                    y.get() + at, w.n);
+  }
   return y;
 }
 
@@ -198,6 +204,10 @@ void check_products(const Copy& copy, Case& c, const Matrix& w, double* worst) {
     check(inside ? part[i] == full[i] : std::isnan(part[i]), copy.name, c.name,
           "rows outside [m0, m1) were written, or those inside are wrong");
   }
+  Exact<float> addend = random_floats(full.size);
+  Exact<float> sum = product(copy, w, x.get(), kMost, 0, kMost, addend.get());
+  for (int64_t i = 0; i < sum.size; i++)
+    check(sum[i] == addend[i] + full[i], copy.name, c.name, "an addend is not just added");
 }
 
 // ---- the small ops ----
