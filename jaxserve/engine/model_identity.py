@@ -1,9 +1,9 @@
 """Whether two processes serve the same model: what a saved request remembers of its own.
 
 Hashing every weight would mean to fetch a large model back from the device. So they are told apart
-by a sample: two rows of every array, one from its middle and its last one. Training changes all rows of
-a matrix, so a fine-tuned or another checkpoint of the same shape differs in it. It is no proof
-against somebody who changes other numbers on purpose.
+by a sample: two rows of every array, one from its middle and its last one. Training changes all
+rows of a matrix, so a fine-tuned or another checkpoint of the same shape differs in it. It is no
+proof against somebody who changes other numbers on purpose.
 
 The same checkpoint kept in another type or packing (float32 and bfloat16, int4, another backend's
 layout) has other arrays. Those samples cannot be compared, and `compare` says so.
@@ -63,6 +63,9 @@ def model_identity(architecture: str, config: Any, vocab_size: int, params: Any)
 def _sample_rows(leaf: jax.Array) -> list[np.ndarray]:
     if leaf.size == 0:
         return []
+    on_host = all(device.platform == "cpu" for device in leaf.devices())
+    # A view there; elsewhere only the rows are fetched, with a small program for each shape.
+    array: Any = np.asarray(leaf) if on_host else leaf
     places: list[Callable[[int], int]] = [lambda size: size // 2, lambda size: size - 1]
-    rows = [leaf[tuple(place(size) for size in leaf.shape[:-1])] for place in places]
+    rows = [array[tuple(place(size) for size in leaf.shape[:-1])] for place in places]
     return [np.asarray(jax.device_get(row)).reshape(-1)[:_SAMPLE] for row in rows]
