@@ -5,9 +5,7 @@ The oracles are what transformers gives (goldens) and, on the native kernels, eq
 
 import itertools
 import threading
-from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
@@ -17,105 +15,34 @@ from jaxserve.core.program_loader import Lowered, Program
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.plan import Plan, Scheduled
 from jaxserve.engine.prompt_logprobs import build_targets
-from jaxserve.engine.request import PromptLogprobs, Request
-from jaxserve.loading.assemble import random_params
 from jaxserve.loading.loaded_model import LoadedModel
-from jaxserve.sampling_params import SamplingParams
 from tests.support.byte_model import VOCAB_SIZE, ByteTokenizer
 from tests.support.paged_model import golden_model, load_golden
+from tests.support.prompt_scores import (
+    ASKS,
+    MODELS,
+    PAGE,
+    PROMPTS,
+    SILENT,
+    asking,
+    check_shape,
+    engine,
+    found,
+    model,
+    new_engine,
+    numbers,
+    plain,
+)
 from tests.support.shared_programs import SharedPrograms
 from tests.support.tiny_engine import (
     AMPLE,
     SMALL,
-    Run,
     collect_stats,
     drive,
     random_prompts,
     request,
     tiny_engine,
-    tiny_model,
 )
-
-PAGE = SMALL["page_size"]
-ASKS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=2)
-SILENT = replace(ASKS, prompt_logprobs=None)
-SIZES = {"hidden_size": 64, "intermediate_size": 96}
-WINDOWED = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "head_dim": 16,
-    "sliding_window": 6,
-    "query_pre_attn_scalar": 16,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-}
-MODELS = {"llama": SIZES, "gemma3": {**SIZES, **WINDOWED}}
-PROMPTS = random_prompts(5, (2, 60), seed=3)
-
-
-@cache
-def model(name: str) -> LoadedModel:
-    """Its matrices lie as the native kernels want them: otherwise XLA would multiply."""
-    loaded = tiny_model(**MODELS[name])
-    params = random_params(loaded.model, loaded.config, 0, "float32", "panels")
-    return replace(loaded, params=params)
-
-
-@cache
-def programs(name: str, backend: str) -> SharedPrograms:
-    return SharedPrograms()
-
-
-def new_engine(name: str = "llama", backend: str = "cpu", **settings: object) -> Engine:
-    return tiny_engine(
-        model(name), loader=programs(name, backend), attention_backend=backend, **settings
-    )
-
-
-@cache
-def engine(
-    name: str = "llama",
-    backend: str = "cpu",
-    chunk: int | None = None,
-    prefix_cache: bool = True,
-) -> Engine:
-    return new_engine(name, backend, max_chunk=chunk, prefix_cache=prefix_cache)
-
-
-def asking(prompts: Sequence[Sequence[int]] = PROMPTS, **changes: object) -> list[Request]:
-    params = replace(ASKS, **changes)
-    return [request(str(i), prompt, params) for i, prompt in enumerate(prompts)]
-
-
-def found(run: Run) -> dict[str, PromptLogprobs]:
-    """What came, once for each request and with its first token."""
-    first: dict[str, PromptLogprobs] = {}
-    seen: set[str] = set()
-    for event in run.events:
-        name = event.request_id
-        if event.prompt_logprobs is not None:
-            assert name not in seen, "it comes with the first token and only once"
-            assert len(event.token_ids) == 1
-            first[name] = event.prompt_logprobs
-        seen.add(name)
-    return first
-
-
-def numbers(got: PromptLogprobs) -> list[list]:
-    fields = (got.token_ids, got.logprobs, got.ranks, got.top_ids, got.top_logprobs)
-    return [field.tolist() for field in fields]
-
-
-def check_shape(prompt: Sequence[int], got: PromptLogprobs, num_top: int) -> None:
-    """One entry for each token but the first, the token itself in it, ranks and tops fitting."""
-    assert got.token_ids.tolist() == list(prompt[1:])
-    assert got.top_ids.shape == got.top_logprobs.shape == (len(prompt) - 1, num_top)
-    assert (got.logprobs <= 0).all()
-    assert (got.ranks >= 1).all()
-    for i, rank in enumerate(got.ranks):
-        if rank <= num_top:
-            assert got.top_ids[i, rank - 1] == got.token_ids[i]
-            assert got.top_logprobs[i, rank - 1] == got.logprobs[i]
-
 
 # ---------------------------------------------------------------- what they are
 
@@ -191,12 +118,6 @@ def test_nobody_asked_nothing_comes_and_tokens_do_not_depend_on_it() -> None:
 # ---------------------------------------------------------------- however it was run
 
 
-@cache
-def plain(name: str, backend: str) -> list[list[list]]:
-    run = drive(engine(name, backend, prefix_cache=False), asking(), together=False)
-    return [numbers(found(run)[str(i)]) for i in range(len(PROMPTS))]
-
-
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
     ("chunk", "prefix_cache", "together"),
@@ -260,97 +181,6 @@ def test_several_choices_share_one_reading_of_the_prompt() -> None:
         "c-0": plain("llama", "cpu")[1]
     }
     assert sum(s.step_tokens for s in stats) < 2 * len(PROMPTS[1]) + 4 * ASKS.max_tokens
-
-
-# ---------------------------------------------------------------- interrupted
-
-
-@pytest.mark.parametrize("prefix_cache", [False, True])
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("steps", [1, 2, 3, 5])
-def test_preempted_inside_the_prompt(steps: int, asynchronous: bool, prefix_cache: bool) -> None:
-    made = new_engine(max_chunk=7, prefix_cache=prefix_cache, asynchronous=asynchronous)
-    requests = asking()
-    for item in requests:
-        made.add(item)
-    run = Run()
-    for count in itertools.count():
-        if not made.has_work:
-            break
-        if count == steps:
-            for item in requests:
-                made.scheduler.preempt(item.request_id)
-        run.events += made.step()
-        made.check_integrity()
-    assert sum(item.num_preemptions for item in requests) >= 2
-    got = found(run)
-    assert [numbers(got[str(i)]) for i in range(len(PROMPTS))] == plain("llama", "cpu")
-
-
-def test_what_is_known_when_preempted_is_not_computed_again() -> None:
-    made = new_engine(max_chunk=8, asynchronous=False)
-    item = asking([PROMPTS[0][:1] * 40])[0]
-    made.add(item)
-    made.step()
-    made.step()
-    assert item.num_prompt_logprobs == 16
-    made.scheduler.preempt("0")
-    assert item.max_shared == 16
-    made.step()
-    assert item.num_computed == 24
-    run = Run()
-    while made.has_work:
-        run.events += made.step()
-    check_shape(item.prompt_token_ids, found(run)["0"], 2)
-
-
-@pytest.mark.parametrize("how", ["preempt_all", "tight"])
-def test_a_lost_pool_and_a_tight_one(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = AMPLE if how == "preempt_all" else 34
-    made = new_engine(max_chunk=7, num_pages=pages)
-    params = replace(ASKS, max_tokens=40)
-    requests = [request(str(i), prompt, params) for i, prompt in enumerate(PROMPTS)]
-    if how == "preempt_all":
-        dispatch, calls = made.runner.dispatch, itertools.count()
-
-        def failing(*args: object) -> object:
-            if next(calls) == 3:
-                raise RuntimeError("the device is gone")
-            return dispatch(*args)
-
-        monkeypatch.setattr(made.runner, "dispatch", failing)
-    run = drive(made, requests)
-    assert run.preemptions > 0
-    got = found(run)
-    assert [numbers(got[str(i)]) for i in range(len(PROMPTS))] == plain("llama", "cpu")
-
-
-def test_b10_aborted_inside_the_prompt_sends_nothing() -> None:
-    made = engine("llama", "cpu", 7)
-    one, other = asking([PROMPTS[0] * 2, PROMPTS[1]])
-    made.add(one)
-    made.add(other)
-    events = [*made.step(), *made.step()]
-    assert one.num_prompt_logprobs > 0
-    made.abort("0")
-    run = Run()
-    while made.has_work:
-        run.events += made.step()
-    run.events[:0] = events
-    assert [e for e in run.events if e.request_id == "0"][-1].finish_reason == "abort"
-    assert list(found(run)) == ["1"]
-    assert numbers(found(run)["1"]) == plain("llama", "cpu")[1]
-    assert made.kv_manager.num_used == 0
-
-
-def test_a_prompt_that_makes_nan_fails_alone() -> None:
-    loaded = tiny_model()
-    params = {**loaded.params, "embed": loaded.params["embed"].at[200].set(np.nan)}
-    made = tiny_engine(replace(loaded, params=params), max_chunk=7)
-    bad, good = asking([[*range(10, 40), 200, 50, 60], PROMPTS[1]])
-    run = drive(made, [bad, good])
-    assert run.finish == {"0": "error", "1": "length"}
-    assert list(found(run)) == ["1"]
 
 
 # ---------------------------------------------------------------- programs
