@@ -12,7 +12,7 @@ import pytest
 from jax import export
 
 from jaxserve.config import EngineConfig
-from jaxserve.core.buckets import Bucket
+from jaxserve.core.buckets import Bucket, first_bucket
 from jaxserve.core.program_loader import Lowered, Program, ProgramLoader
 from jaxserve.core.program_store import ProgramStore
 from jaxserve.engine.engine import Engine
@@ -218,8 +218,7 @@ def test_what_the_smallest_set_needs_is_loaded_ahead(folder: Path) -> None:
     assert all(future.result() is not None for future in begun.values())
     before = Counting.loads
     engine = make_engine(loader)
-    bucket = next(bucket for bucket in engine.bucket_table if bucket.prefill_tokens)
-    engine.runner.load([bucket], engine._empty_inputs)
+    engine.runner.load([first_bucket(engine.bucket_table)], engine._empty_inputs)
     assert Counting.loads == before
 
 
