@@ -30,6 +30,9 @@ class EngineConfig:
     prefix_cache: bool = True  # keep finished prompts' KV; what begins alike is not computed again
     kv_host_memory: int = 0  # bytes of host memory for KV that left the pool; 0: it is dropped
     scheduling: str = "priority"  # who waits shortest; priority: as requests ask, then fcfs
+    # While streams run, decode steps that a step with prefill may take; 0: as many as it takes,
+    # where results come whole and only throughput counts.
+    max_stall: float = 2.5
     batching: str = "continuous"  # static: a batch ends as one; a baseline for benchmarks
     num_pages: int | None = None  # overrides kv_memory (tests, exact experiments)
     attention_backend: str = "auto"
@@ -56,6 +59,7 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         _check_choice("scheduling", self.scheduling, SCHEDULING_POLICIES)
         _check_choice("batching", self.batching, BATCHING)
+        _check_stall(self.max_stall)
         if self.kv_host_memory and not self.prefix_cache:
             raise InvalidRequestError(
                 f"kv_host_memory is {self.kv_host_memory} bytes and prefix_cache is off; the host "
@@ -73,6 +77,15 @@ def _check_share(name: str, value: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value <= 1:
         raise InvalidRequestError(f"{name} is {value!r}; give a number above 0, at most 1", name)
+
+
+def _check_stall(value: float) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not (value == 0 or 1 <= value <= 1e6):
+        raise InvalidRequestError(
+            f"max_stall is {value!r}; give a number from 1 to 1000000, or 0 for no limit",
+            "max_stall",
+        )
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

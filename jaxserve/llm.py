@@ -382,4 +382,4 @@ def _engine_config(fields: Mapping[str, Any]) -> EngineConfig:
             f"LLM has no argument {unknown[0]!r}; besides the model it takes "
             + ", ".join(sorted(known))
         )
-    return EngineConfig(**fields)
+    return EngineConfig(**{"max_stall": 0, **fields})  # results come whole: nobody's stream stalls

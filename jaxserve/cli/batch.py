@@ -78,7 +78,7 @@ def batch_command(
     however it ended. Exit status: 0 all lines are answered, 1 some failed (their results say
     why) or the run could not go on, 2 wrong usage, 130 stopped by Ctrl-C.
     """
-    config = opt.engine_config(locals())
+    config = opt.engine_config(locals() | {"max_stall": 0})  # nobody waits for single tokens
     set_up_logging()
     hub.resolve(model)
     options = opt.EngineOptions(model, config, model_file, chat_template, quantization, threads)

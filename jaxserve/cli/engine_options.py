@@ -142,6 +142,13 @@ Batching = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+MaxStall = Annotated[
+    float,
+    _option(
+        "--max-stall",
+        help="While streams run, decode steps that a step with prefill may take; 0: any number.",
+    ),
+]
 PageSize = Annotated[int, _option("--page-size", "--block-size", help="Tokens of a KV page.")]
 Seed = Annotated[int, _option("--seed", help="Root of the draws of requests without a seed.")]
 ModelFile = Annotated[

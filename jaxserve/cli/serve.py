@@ -80,6 +80,7 @@ def serve_command(
     kv_host_memory: opt.KVHostMemory = opt.DEFAULTS.kv_host_memory,
     prefix_cache: opt.PrefixCache = opt.DEFAULTS.prefix_cache,
     scheduling: opt.Scheduling = "priority",
+    max_stall: opt.MaxStall = opt.DEFAULTS.max_stall,
     batching: opt.Batching = "continuous",
     page_size: opt.PageSize = opt.DEFAULTS.page_size,
     seed: opt.Seed = opt.DEFAULTS.seed,

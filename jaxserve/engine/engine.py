@@ -30,6 +30,7 @@ from jaxserve.engine.request_states import RequestStates
 from jaxserve.engine.runner import Runner
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.step_loop import StepLoop
+from jaxserve.engine.step_times import StepTimes
 from jaxserve.engine.warm_up import WarmUp
 from jaxserve.errors import InvalidRequestError
 from jaxserve.loading.loaded_model import LoadedModel
@@ -72,7 +73,7 @@ class Engine:
         state_slots = config.max_batch_rows + 1
         host_slots, self._host_bytes = _host_tier(config, kv_spec, shape)
         self.kv_manager = _make_manager(config, kv_spec, shape, host_slots)
-        self.scheduler = Scheduler(shape.limits, self.kv_manager)
+        self.scheduler = Scheduler(shape.limits, self.kv_manager, StepTimes(config.max_stall))
         self.runner = Runner(
             _make_programs(model, ops, shape, mesh),
             model.params,

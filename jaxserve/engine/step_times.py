@@ -1,7 +1,7 @@
 """How long steps take, measured, and what follows: how much prefill a step may carry.
 
 A stream waits for every step it is in, so while anybody decodes, the prefill part is as large as
-keeps the step within MAX_STALL decode steps. Outputs never depend on it.
+keeps the step within some (max_stall) decode steps. Outputs never depend on it.
 
 A step's time is that of its shape, so one estimate is kept for each size class of decode steps (by
 rows) and of mixed steps (by prefill tokens; they all have the same decode part). Mixed steps in
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Mapping
 from statistics import median_low
 
-MAX_STALL = 2.5  # decode steps that a step with prefill may take; below 3, for what is measured
+DEFAULT_MAX_STALL = 2.5  # so that what is measured stays below 3
 _LEAST_GROWTH = 1.25  # what the smallest shape may take longer by attention, at least
 _FEWEST_TOKENS = 4  # of a prompt in a step: reading its keys and values once is for these
 _SHORT_CONTEXT = 512  # tokens; the attention of fewer counts as part of a step's shape
@@ -44,9 +44,13 @@ class _Estimate:
 
 
 class StepTimes:
-    """Measured seconds of steps and of page copies. Used by one thread."""
+    """Measured seconds of steps and of page copies. Used by one thread.
 
-    def __init__(self) -> None:
+    max_stall: decode steps that a step with prefill may take; 0: any number.
+    """
+
+    def __init__(self, max_stall: float = DEFAULT_MAX_STALL) -> None:
+        self._max_stall = max_stall
         self._decode: dict[int, _Estimate] = {}
         self._mixed: dict[int, _Estimate] = {}
         self._prefill: dict[int, _Estimate] = {}  # mixed steps in which nobody decoded
@@ -80,13 +84,13 @@ class StepTimes:
         limit while nobody decodes or no decode step was measured.
         """
         decode = self._decode_seconds(num_decode)
-        if not sizes or not num_decode or decode is None:
+        if not sizes or not num_decode or decode is None or not self._max_stall:
             return sizes[-1] if sizes else sys.maxsize
         points = self._mixed_points(num_decode)
         if not points:
             return sizes[0]  # which then tells about the others
         shapes = [_line_at(points, _size_class(size)) or 0.0 for size in sizes]
-        longest = max(MAX_STALL * decode, _LEAST_GROWTH * shapes[0])
+        longest = max(self._max_stall * decode, _LEAST_GROWTH * shapes[0])
         token = self._pair.seconds * context
         most = min(_FEWEST_TOKENS, sizes[0])
         for size, seconds in zip(sizes, shapes, strict=True):

@@ -45,7 +45,7 @@ class WarmUp:
     def load_all(self) -> None:
         """Return once every bucket is loaded and XLA has run one of each kind."""
         self._load_smallest()
-        self._load_rest()
+        self._load_rest(self._progress)
         self._tell_memory()
         for bucket in (self._table[0], first_bucket(self._table)):  # a first run sets XLA up
             self._runner.dispatch(bucket, *self._make_inputs(bucket)).result()
@@ -72,10 +72,10 @@ class WarmUp:
         programs = self._runner.load([first_bucket(self._table)], self._make_inputs, self._progress)
         self._loader.remember(programs)
 
-    def _load_rest(self) -> None:
+    def _load_rest(self, progress: Progress | None) -> None:
         self._runner.load_helpers()
         rest = [bucket for bucket in self._table if bucket != first_bucket(self._table)]
-        self._runner.load(rest, self._make_inputs, self._progress, self._stop, scoring=True)
+        self._runner.load(rest, self._make_inputs, progress, self._stop, scoring=True)
 
     def _follow(self) -> None:
         # Who waits for the first answer should not share the cores with what makes later ones fast.
@@ -83,7 +83,7 @@ class WarmUp:
         if self._stop.is_set():
             return
         try:
-            self._load_rest()
+            self._load_rest(None)  # lines in the middle of the first answers help nobody
         except Exception:  # out of memory, say: what is loaded goes on serving
             if not self._stop.is_set():
                 log.exception("some shapes could not be loaded; steps are padded to larger ones")

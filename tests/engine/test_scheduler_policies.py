@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from jaxserve.engine.plan import Limits
-from jaxserve.engine.step_times import MAX_STALL, StepTimes
+from jaxserve.engine.step_times import DEFAULT_MAX_STALL, StepTimes
 from jaxserve.engine.waiting_queue import MAX_OVERTAKES
 from jaxserve.errors import InvalidRequestError
 from tests.support.scheduler_harness import LIMITS, Harness, ids, make_request
@@ -257,7 +257,7 @@ def test_a_long_prompt_stalls_no_stream_for_more_than_three_steps():
         before = long.num_computed
         gaps.append(step())
         sizes.append(long.num_computed - before)
-    assert max(gaps[2:]) <= MAX_STALL * usual <= 3 * usual
+    assert max(gaps[2:]) <= DEFAULT_MAX_STALL * usual <= 3 * usual
     assert max(sizes) == 128  # 10 + 12.8 ms; 256 would take 35.6
     harness.scheduler.abort("stream0")
     harness.scheduler.abort("stream1")

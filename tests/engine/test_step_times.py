@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.engine.step_times import MAX_STALL, StepTimes, swap_is_cheaper
+from jaxserve.engine.step_times import DEFAULT_MAX_STALL, StepTimes, swap_is_cheaper
 
 SIZES = (64, 128, 256, 512)
 
@@ -31,7 +31,7 @@ def test_no_limit_while_nothing_is_measured_or_nobody_decodes():
 
 
 def test_the_largest_size_within_the_stall():
-    slowest = 10.0 * MAX_STALL
+    slowest = 10.0 * DEFAULT_MAX_STALL
     assert measured({64: 12, 128: 20, 256: slowest, 512: 40}).prefill_limit(8, SIZES) == 256
     assert measured({64: 12, 128: 20, 256: slowest + 1, 512: 40}).prefill_limit(8, SIZES) == 128
 
@@ -144,7 +144,7 @@ def test_attention_to_a_long_context_leaves_fewer_tokens():
     for context in (500, 1000, 2000, 4000):
         tokens = times.prefill_limit(8, SIZES, context)
         size = next(size for size in SIZES if size >= tokens)
-        slowest = 10 * MAX_STALL
+        slowest = 10 * DEFAULT_MAX_STALL
         assert 14 + size / 16 + pair * context * tokens <= slowest
         assert 14 + size / 16 + pair * context * (tokens + 1) > slowest - 1e-6 or tokens == size
     assert times.prefill_limit(8, SIZES, 50_000) == 4  # a prompt goes on, whatever it takes
@@ -166,3 +166,10 @@ def test_steps_with_long_contexts_say_nothing_about_short_ones():
     for _ in range(20):  # a kernel that grows worse with the context is noticed
         times.observe(8, 64, 14 + 4 + 2e-4 * 64 * 6000, 64 * 6000)
     assert times.prefill_limit(8, SIZES, 2000) < with_attention(1e-4).prefill_limit(8, SIZES, 2000)
+
+
+def test_without_a_limit_prompts_take_what_there_is() -> None:
+    times = StepTimes(max_stall=0)
+    times.observe(8, 0, 0.01)
+    times.observe(8, 64, 5.0)
+    assert times.prefill_limit(8, SIZES) == SIZES[-1]
