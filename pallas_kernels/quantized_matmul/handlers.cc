@@ -1,6 +1,7 @@
 // XLA FFI handlers of the packed product. Shapes were checked in Python (cpu.py); what would read
 // outside a buffer is checked again here, because a handler can be reached without Python.
 #include <algorithm>
+#include <utility>
 
 #include "../gated_activation/cpu.h"
 #include "../native/parallel.h"
@@ -130,52 +131,44 @@ ffi::Error take_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> ids, ffi::Buffe
   return ffi::Error::Success();
 }
 
+// What every call says about its matrix, after its buffers.
+template <class Binding>
+auto with_matrix(Binding buffers) {
+  return std::move(buffers)
+      .template Attr<int64_t>("format")
+      .template Attr<int64_t>("group")
+      .template Attr<int64_t>("n")
+      .template Attr<int64_t>("k");
+}
+
+auto bind() { return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>(); }
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_matmul, matmul,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("format")
-                                  .Attr<int64_t>("group")
-                                  .Attr<int64_t>("n")
-                                  .Attr<int64_t>("k"));
+                              with_matrix(bind()
+                                              .Arg<ffi::Buffer<ffi::F32>>()
+                                              .Arg<ffi::Buffer<ffi::U8>>()
+                                              .Ret<ffi::Buffer<ffi::F32>>()));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_matmul_add, matmul_add,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("format")
-                                  .Attr<int64_t>("group")
-                                  .Attr<int64_t>("n")
-                                  .Attr<int64_t>("k"));
+                              with_matrix(bind()
+                                              .Arg<ffi::Buffer<ffi::F32>>()
+                                              .Arg<ffi::Buffer<ffi::U8>>()
+                                              .Arg<ffi::Buffer<ffi::F32>>()
+                                              .Ret<ffi::Buffer<ffi::F32>>()));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_gated_matmul, gated_matmul,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("format")
-                                  .Attr<int64_t>("group")
-                                  .Attr<int64_t>("n")
-                                  .Attr<int64_t>("k")
+                              with_matrix(bind()
+                                              .Arg<ffi::Buffer<ffi::F32>>()
+                                              .Arg<ffi::Buffer<ffi::U8>>()
+                                              .Ret<ffi::Buffer<ffi::F32>>())
                                   .Attr<int64_t>("function"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_take_rows, take_rows,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("format")
-                                  .Attr<int64_t>("group")
-                                  .Attr<int64_t>("n")
-                                  .Attr<int64_t>("k"));
+                              with_matrix(bind()
+                                              .Arg<ffi::Buffer<ffi::S32>>()
+                                              .Arg<ffi::Buffer<ffi::U8>>()
+                                              .Ret<ffi::Buffer<ffi::F32>>()));
 
 }  // namespace jaxserve
