@@ -112,7 +112,7 @@ class LLM:
             seed=config.seed,
             max_inflight=config.max_batch_rows + config.max_queue,
         )
-        self._shutdown = weakref.finalize(self, self._client.shutdown)  # also at exit
+        self._shutdown = weakref.finalize(self, _end, self._client, loader)  # also at exit
         self._request_ids = itertools.count()
         self._turn = threading.Lock()
         self._client.start(progress=logger.info)
@@ -372,6 +372,11 @@ class LLM:
                 "sampling_params",
             )
         return sampling_params
+
+
+def _end(client: EngineClient, loader: ProgramLoader) -> None:
+    client.shutdown()
+    loader.close()
 
 
 def _engine_config(fields: Mapping[str, Any]) -> EngineConfig:

@@ -128,6 +128,7 @@ class ProgramLoader:
         self._store = store
         self._start = start
         self._prefetched: Future[dict[str, Future[_Loaded | None]]] | None = None
+        self._threads: ThreadPoolExecutor | None = None
 
     def prefetch(self) -> None:
         """Begin to load what a start of the same name needed first, on threads of its own."""
@@ -139,8 +140,14 @@ class ProgramLoader:
             keys = store.load_keys(self._start_key())
             return {key: pool.submit(self._load, key) for key in keys}
 
+        self._threads = pool
         self._prefetched = pool.submit(begin)
         self._prefetched.add_done_callback(lambda _: pool.shutdown(wait=False))
+
+    def close(self) -> None:
+        """End the threads of `prefetch`, after the programs at hand. May be called again."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
 
     def remember(self, programs: Sequence[Program]) -> None:
         """What a start of this name needs first."""
