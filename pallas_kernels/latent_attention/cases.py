@@ -1,0 +1,48 @@
+"""Named shapes of latent attention, for tests and benchmarks alike."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Case:
+    """rows: (query_len, kv_len) of each decode row, then of each prefill row; 0, 0 is padding.
+
+    kv names the cache: bf16, int8 or fp8 (float8_e4m3fn). splits None: the tile table's choice.
+    """
+
+    name: str
+    decode: tuple[tuple[int, int], ...]
+    prefill: tuple[tuple[int, int], ...] = ()
+    width: int = 1
+    pad_tokens: int = 0
+    num_heads: int = 16
+    value_dim: int = 512
+    rope_dim: int = 64
+    page_size: int = 64
+    kv: str = "bf16"
+    splits: int | None = None
+
+
+CASES = (
+    Case("decode-one-token", ((1, 1),)),
+    Case("decode-ragged", ((1, 63), (1, 64), (1, 65), (0, 0), (1, 257)), splits=1),
+    Case("decode-splits-3", ((1, 999), (1, 7), (0, 0)), splits=3),
+    Case("decode-h128", ((1, 130),), num_heads=128, splits=2),
+    Case("decode-h40-page16", ((1, 50), (1, 200)), num_heads=40, page_size=16, splits=2),
+    Case("decode-page32", ((1, 33), (1, 150)), page_size=32, splits=1),
+    Case("decode-page128", ((1, 129), (1, 200)), page_size=128, splits=2),
+    Case("verify", ((3, 140), (8, 8), (1, 65), (0, 0)), width=8, splits=2),
+    Case("verify-h64", ((2, 70), (3, 3)), width=3, num_heads=64, splits=1),
+    Case("prefill-whole", (), ((70, 70),)),
+    Case("prefill-prefix", (), ((13, 74), (0, 0), (1, 129), (4, 4)), pad_tokens=5),
+    Case("prefill-h64", (), ((5, 66),), num_heads=64),
+    Case("mixed", ((1, 33), (0, 0)), ((9, 61), (3, 140)), pad_tokens=2, splits=2),
+    Case("rank256", ((1, 100),), ((6, 40),), num_heads=40, value_dim=256, rope_dim=32, splits=2),
+    Case("int8-decode", ((1, 130), (1, 7)), kv="int8", splits=2),
+    Case("int8-prefill", (), ((7, 70), (4, 4)), kv="int8", page_size=32),
+    Case("fp8-decode", ((1, 130), (1, 7)), kv="fp8", splits=1),
+    Case("fp8-verify", ((4, 100),), width=4, kv="fp8", page_size=16, splits=2),
+)
+
+# What DeepSeek-V2-Lite, MiniCPM3, Kimi-K2 and DeepSeek-V3 ask for on one or several GPUs.
+HEAD_COUNTS = (16, 32, 40, 64, 128)
