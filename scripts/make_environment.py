@@ -1,6 +1,9 @@
 """Make or refresh a virtual environment of this repository; run by scripts/quickstart and test.
 
-Usage: make_environment.py FOLDER [--extra NAME]... [--jax VERSION]
+Usage: make_environment.py FOLDER [--extra NAME]... [--jax VERSION] [--sm90a]
+
+With --sm90a the environment can also compile for Hopper GPUs, on a machine that has none: jax of
+the version that GPU hosts run, its CUDA plugin, and the compilers, without the CUDA libraries.
 
 A stamp in the environment says what it was installed from (a hash of pyproject.toml, the Python
 version, the extras, a pinned jax), so a second run takes no time. The native kernels are compiled
@@ -23,6 +26,16 @@ OLDEST = (3, 12)
 # Needed by the editable install and by build_native.py; here and not in the build's own isolated
 # environment, which would install jaxlib a second time for its headers.
 BUILD_TOOLS = ("scikit-build-core>=0.11", "cmake>=3.26", "ninja>=1.11")
+# What compiling for a Hopper GPU takes: the plugin of exactly this jax, ptxas and libNVVM. Without
+# their dependencies, the CUDA libraries, which only running needs (gigabytes).
+SM90A_JAX = "0.11.2"
+SM90A_WHEELS = (
+    f"jax-cuda13-plugin=={SM90A_JAX}",
+    f"jax-cuda13-pjrt=={SM90A_JAX}",
+    "nvidia-cuda-nvcc==13.0.88",
+    "nvidia-nvvm==13.0.88",
+    "nvidia-cuda-nvdisasm==13.2.51",  # Mosaic lists its machine code with it, and complains without
+)
 # The native module is built into the tree instead, so that it follows the sources.
 EDITABLE = {"wheel.cmake": "false", "wheel.py-api": "py3", "editable.mode": "inplace"}
 
@@ -35,13 +48,14 @@ class Stamp:
     python: str
     extras: tuple[str, ...]
     jax: str
+    sm90a: tuple[str, ...] = ()  # the wheels that compile for Hopper, where they were asked for
 
     def serves(self, wanted: "Stamp") -> bool:
         """Whether an environment with this stamp has everything `wanted` asks for."""
-        same = (self.pyproject, self.python, self.jax)
-        return same == (wanted.pyproject, wanted.python, wanted.jax) and set(self.extras) >= set(
-            wanted.extras
-        )
+        same = (self.pyproject, self.python, self.jax, self.sm90a)
+        return same == (wanted.pyproject, wanted.python, wanted.jax, wanted.sm90a) and set(
+            self.extras
+        ) >= set(wanted.extras)
 
 
 def say(text: str) -> None:
@@ -51,8 +65,9 @@ def say(text: str) -> None:
 def read_stamp(folder: Path) -> Stamp | None:
     try:
         fields = json.loads((folder / STAMP).read_text(encoding="utf-8"))
-        return Stamp(**{**fields, "extras": tuple(fields["extras"])})
-    except (OSError, ValueError, TypeError, KeyError):
+        lists = {name: tuple(fields.get(name, ())) for name in ("extras", "sm90a")}
+        return Stamp(**{**fields, **lists})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
@@ -107,6 +122,9 @@ def install(folder: Path, wanted: Stamp) -> None:
     settings = [f"--config-settings={name}={value}" for name, value in EDITABLE.items()]
     editable = ["--no-build-isolation", *settings, "--editable", f"{ROOT}{extras}"]
     pip_install(folder, [*editable, *pinned])
+    if wanted.sm90a:
+        say("adding the compilers for Hopper GPUs (200 MB)")
+        pip_install(folder, ["--no-deps", *wanted.sm90a])
 
 
 def pip_install(folder: Path, what: list[str]) -> None:
@@ -131,11 +149,12 @@ def build_native(folder: Path) -> None:
             sys.exit("building the native kernels ended unexpectedly; its message is above")
 
 
-def make(folder: Path, extras: tuple[str, ...], jax: str) -> None:
+def make(folder: Path, extras: tuple[str, ...], jax: str, *, sm90a: bool = False) -> None:
     """Bring `folder` up to date with pyproject.toml; does nothing when it is."""
+    wheels = SM90A_WHEELS if sm90a else ()
     digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
     stamp, version = read_stamp(folder), environment_version(folder)
-    wanted = Stamp(digest, version or "", tuple(sorted(extras)), jax)
+    wanted = Stamp(digest, version or "", tuple(sorted(extras)), jax, wheels)
     if stamp is not None and stamp.serves(wanted) and has_pip(folder):
         say(f"{folder.name} is up to date (Python {version})")
         return
@@ -143,7 +162,8 @@ def make(folder: Path, extras: tuple[str, ...], jax: str) -> None:
         create(folder)
     ensure_pip(folder)
     kept = set(stamp.extras) if stamp is not None and version is not None else set()
-    wanted = Stamp(digest, environment_version(folder) or "", tuple(sorted({*extras, *kept})), jax)
+    python = environment_version(folder) or ""
+    wanted = Stamp(digest, python, tuple(sorted({*extras, *kept})), jax, wheels)
     install(folder, wanted)
     (folder / STAMP).write_text(json.dumps(asdict(wanted)) + "\n", encoding="utf-8")
 
@@ -153,10 +173,14 @@ def main() -> None:
     parser.add_argument("folder", help="the environment's folder, relative to the repository")
     parser.add_argument("--extra", action="append", default=[], help="an extra of pyproject.toml")
     parser.add_argument("--jax", default="", help="pin this version of jax")
+    parser.add_argument("--sm90a", action="store_true", help="can compile for Hopper GPUs")
     options = parser.parse_args()
+    if options.sm90a and options.jax not in ("", SM90A_JAX):
+        parser.error(f"--sm90a comes with jax {SM90A_JAX}; leave --jax {options.jax} out")
+    jax = SM90A_JAX if options.sm90a else options.jax
     with Path(__file__).open(encoding="utf-8") as lock:  # two scripts started at once take turns
         fcntl.flock(lock, fcntl.LOCK_EX)
-        make(ROOT / options.folder, tuple(options.extra), options.jax)
+        make(ROOT / options.folder, tuple(options.extra), jax, sm90a=options.sm90a)
         build_native(ROOT / options.folder)
 
 

@@ -9,11 +9,13 @@ import os
 
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import AbstractDevice, Mesh
 
 from jaxserve.core.mesh import MODEL_AXIS
 
 INSTALL = 'pip install "jaxserve[gpu]"'
+# What tracing a kernel asks about the GPU that it is for.
+H200 = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
 _PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 
 # A GpuTargetConfigProto, in text: the limits of the H200 SXM (NVIDIA H200 data sheet; compute

@@ -189,6 +189,7 @@ def test_stamps(make_environment, tmp_path):
         "pyproject": False,
         "python": False,
         "jax": False,
+        "sm90a": False,
     }.items():
         wanted = {
             "same": stamp,
@@ -197,6 +198,7 @@ def test_stamps(make_environment, tmp_path):
             "pyproject": make_environment.Stamp("other", "3.12.1", ("test",), ""),
             "python": make_environment.Stamp("hash", "3.12.2", ("test",), ""),
             "jax": make_environment.Stamp("hash", "3.12.1", ("test",), "0.11.2"),
+            "sm90a": make_environment.Stamp("hash", "3.12.1", ("test",), "", ("nvcc==13",)),
         }[change]
         assert stamp.serves(wanted) is serves, change
     for damaged in ("", "{", "[]", '{"extras": 3}', '{"extras": [], "x": 1}'):
@@ -227,3 +229,8 @@ def test_an_environment_that_cannot_be_used_is_made_anew(
     make_environment.make(folder, ("test",), "")
     assert done == ["create", "pip", ("test",)]
     assert make_environment.read_stamp(folder) is not None
+    done.clear()
+    make_environment.make(folder, ("test",), "0.11.2", sm90a=True)
+    stamp = make_environment.read_stamp(folder)
+    assert stamp.sm90a == make_environment.SM90A_WHEELS
+    assert all("==" in wheel for wheel in stamp.sm90a)
