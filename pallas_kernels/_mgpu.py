@@ -3,7 +3,7 @@
 Kernels import Mosaic GPU from here alone, as `from pallas_kernels import _mgpu as mgpu`, so that
 what differs between jax versions, and what jax's interpreter cannot do, is said once:
 
-* `load` has a different signature in each version.
+* `load` and `store` differ between the versions.
 * The interpreter lacks `wgmma` with its left operand in registers and accumulators that start
   from a value. `kernel(..., interpret=True)` remembers that its body is being traced for the
   interpreter, and `wgmma` and `accumulate` then do the same sums another way. The kernels
@@ -135,6 +135,15 @@ def load(ref: Any, *, layout: Any = None, optimized: bool = True) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=optimized)
 
 
+def store(ref: Any, value: jax.Array) -> None:
+    """Write registers to the whole of `ref` (slice it with `.at`), however narrow or far apart its
+    elements lie: for the few bytes that TMA, with its 16-byte rows, cannot write."""
+    if _LOAD_TAKES_INDEX:
+        ref[...] = value
+    else:
+        plgpu.store(ref, value, optimized=False)
+
+
 def wgmma(acc: Any, a: Any, b: Any) -> None:
     """acc += a @ b, not awaited; a is a ref in shared memory or an array in registers."""
     interpretation = _INTERPRETATION.get()
@@ -151,16 +160,31 @@ def wgmma(acc: Any, a: Any, b: Any) -> None:
     plgpu.wgmma(acc, spill, b)
 
 
-def accumulate(start: jax.Array, multiply: Callable[[Any], None]) -> jax.Array:
-    """start plus what `multiply(acc_ref)` adds to acc_ref by `wgmma`, awaited."""
+def accumulate(start: Any, multiply: Callable[[Any], None]) -> Any:
+    """start plus what `multiply(acc_refs)` adds by `wgmma`, awaited.
+
+    start is an array or a pytree of them, and acc_refs has its structure.
+    """
     if _INTERPRETATION.get() is None:
-        return pl.run_state(multiply)(ACC.init(start))
+        return pl.run_state(multiply)(jax.tree.map(ACC.init, start))
+    starts, structure = jax.tree.flatten(start)
+
+    def scope(*accs: Any) -> list[jax.Array]:
+        multiply(jax.tree.unflatten(structure, accs))
+        return [acc[...] for acc in accs]
+
+    sums = pl.run_scoped(scope, *(ACC(x.shape, x.dtype) for x in starts))
+    return jax.tree.unflatten(structure, [x + y for x, y in zip(starts, sums, strict=True)])
+
+
+def multiplied(shape: tuple[int, int], multiply: Callable[[Any], None]) -> jax.Array:
+    """What `multiply(acc_ref)` adds by `wgmma` to float32 zeros of this shape, awaited."""
 
     def scope(acc: Any) -> jax.Array:
         multiply(acc)
         return acc[...]
 
-    return start + pl.run_scoped(scope, ACC(start.shape, start.dtype))
+    return pl.run_scoped(scope, ACC(shape, jnp.float32))
 
 
 @dataclass
@@ -208,20 +232,19 @@ def copy_gmem_to_smem(src: Any, dst: Any, barrier: Any, *, name: str = "", **opt
         jax.debug.callback(functools.partial(_COUNTER.add, name, size))
 
 
-def swizzle_transforms(
-    columns: int, dtype: Any, rows: int = 8, *, name: str = "operand"
-) -> tuple[Any, ...]:
-    """Transforms of a [..., n, columns] shared memory operand of TMA and wgmma.
+def swizzle_transforms(columns: int, dtype: Any, span: int = 128) -> tuple[Any, ...]:
+    """Transforms of a [..., n, columns] operand of TMA and wgmma in shared memory.
 
-    The widest swizzle (128, 64 or 32 bytes) that divides a row; `rows` is the height of a tile.
-    Raises ValueError if a row holds no multiple of 32 bytes.
+    The widest swizzle (128, 64 or 32 bytes) that divides a row, at most `span`; slices along
+    columns must be multiples of it. None if a row is no multiple of 32 bytes or span is less.
     """
-    bits = jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).bits
-    swizzle = plgpu.find_swizzle(columns * bits, name)
-    return (
-        plgpu.TilingTransform((rows, swizzle * 8 // bits)),
-        plgpu.SwizzleTransform(swizzle),
-    )
+    dtype = jnp.dtype(dtype)
+    bits = jax.dtypes.itemsize_bits(dtype)
+    for swizzle in (128, 64, 32):
+        if swizzle <= span and columns * bits % (swizzle * 8) == 0:
+            tiling = plgpu.TilingTransform((8, swizzle * 8 // bits))
+            return tiling, plgpu.SwizzleTransform(swizzle)
+    return ()
 
 
 def fits_shared_memory(sizes: Sequence[int]) -> bool:
