@@ -250,3 +250,17 @@ def swizzle_transforms(columns: int, dtype: Any, span: int = 128) -> tuple[Any, 
 def fits_shared_memory(sizes: Sequence[int]) -> bool:
     """Whether buffers of these many bytes, each aligned to 1024, fit one thread block."""
     return sum(-(-size // 1024) * 1024 for size in sizes) <= SHARED_MEMORY_BYTES
+
+
+def tiled_vector(warps: int, lanes: int) -> Any:
+    """Layout of a vector in registers, any multiple of warps * lanes long, whose neighbours lie in
+    neighbouring threads; the warpgroup's other threads hold copies."""
+    tiles = ((warps * lanes,), (lanes,), (1,)) if warps > 1 else ((lanes,), (1,))
+    spare_warps = (plgpu.Replicated(4 // warps),) if warps < 4 else ()
+    spare_lanes = (plgpu.Replicated(32 // lanes),) if lanes < 32 else ()
+    return Layout.TILED(
+        plgpu.Tiling(tiles),
+        warp_dims=((-3,) if warps > 1 else ()) + spare_warps,
+        lane_dims=(-2, *spare_lanes),
+        vector_dim=-1,
+    )
