@@ -103,15 +103,29 @@ def _draw_wide(
     row_sum: RowSum,
 ) -> jax.Array:
     """Draw among the whole vocabulary: tokens [S]."""
-    vocab = logits.shape[1]
+    floor = top_k_floor(logits, filters.top_k, limited)
+    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)[None, :]
+    return _race(logits, ids, floor[:, None], peak, filters, keys, wide, row_sum)
+
+
+def top_k_floor(logits: jax.Array, top_k: jax.Array, limited: jax.Array) -> jax.Array:
+    """The smallest logit [S] of [S, V] that top_k [S] keeps; -inf in rows not `limited` [S]."""
+    rows, vocab = logits.shape
     floor = lax.cond(
         jnp.any(limited),
-        lambda: largest.kth_largest(logits, jnp.where(limited, filters.top_k, vocab)),
-        lambda: jnp.full_like(peak, -jnp.inf),
+        lambda: largest.kth_largest(logits, jnp.where(limited, top_k, vocab)),
+        lambda: jnp.full(rows, -jnp.inf, logits.dtype),
     )
-    floor = jnp.where(limited, floor, -jnp.inf)
-    ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
-    return _race(logits, ids, floor[:, None], peak, filters, keys, wide, row_sum)
+    return jnp.where(limited, floor, -jnp.inf)
+
+
+def scale_and_keep(
+    logits: jax.Array, floor: jax.Array, peak: jax.Array, filters: Filters
+) -> tuple[jax.Array, jax.Array]:
+    """Logits [S, N] over temperature, largest 0, and which of them top_k and min_p keep."""
+    # The peak goes first, so that the smallest temperature sends all others to -inf.
+    scaled = (logits - peak[:, None]) / filters.temperature[:, None]
+    return scaled, (logits >= floor) & (scaled >= jnp.log(filters.min_p)[:, None])
 
 
 def _race(
@@ -128,9 +142,7 @@ def _race(
 
     Only `rows` [S] are waited for.
     """
-    # The peak goes first, so that the smallest temperature sends all others to -inf.
-    scaled = (logits - peak[:, None]) / filters.temperature[:, None]
-    kept = (logits >= floor) & (scaled >= jnp.log(filters.min_p)[:, None])
+    scaled, kept = scale_and_keep(logits, floor, peak, filters)
     scores = jnp.where(kept, scaled + gumbel(keys, ids, DRAW), -jnp.inf)
     _, winner = largest.argmax(scores)
     filtered = rows & (filters.top_p < 1.0)
@@ -159,10 +171,9 @@ def _rerun(
     target = top_p * row_sum(weights)
 
     def judge(winner: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The winners' weights [S], and which of them top_p drops. The most likely always stay."""
+        """The winners' weights [S], and which of them top_p drops."""
         weight = jnp.take_along_axis(weights, winner[:, None], axis=1)
-        above = row_sum(jnp.where(weights > weight, weights, 0.0))
-        return weight[:, 0], rows & (above > 0.0) & (above >= target)
+        return weight[:, 0], rows & too_rare(weights, weight, target, row_sum)
 
     def again(state: _Round) -> _Round:
         bar = jnp.where(state.dropped, state.weight, state.bar)
@@ -172,6 +183,15 @@ def _rerun(
     start = _Round(jnp.zeros_like(top_p), winner, *judge(winner))
     # A row that is done keeps its bar, so later rounds give it the same winner.
     return lax.while_loop(lambda state: jnp.any(state.dropped), again, start).winner
+
+
+def too_rare(
+    weights: jax.Array, weight: jax.Array, target: jax.Array, row_sum: RowSum
+) -> jax.Array:
+    """Whether top_p drops tokens of that `weight` [S, 1]: those of more weight hold `target` [S],
+    its share of the mass of all `weights` [S, N]. The most likely always stay."""
+    above = row_sum(jnp.where(weights > weight, weights, 0.0))
+    return (above > 0.0) & (above >= target)
 
 
 class _Round(NamedTuple):

@@ -10,7 +10,11 @@ Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 import jax
 import jax.numpy as jnp
 
-DRAW = 0  # purpose of the noise that chooses a token; any other use takes a number of its own
+# Purposes of noise: what is drawn for one of them tells nothing about another.
+DRAW = 0  # chooses a token from the target's distribution
+ACCEPT = 1  # judges a draft whose proposer drew it with noise of its own
+RESIDUAL = 2  # chooses the token that replaces a rejected one of these
+DRAFT = 3  # chooses a draft
 
 _PARITY = 0x1BD11BDA
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -44,15 +48,25 @@ def draw_keys(seed: jax.Array, choice: jax.Array, position: jax.Array) -> jax.Ar
     return jnp.stack([first, second], axis=1)
 
 
-def gumbel(keys: jax.Array, token_ids: jax.Array, purpose: int) -> jax.Array:
+def gumbel(keys: jax.Array, token_ids: jax.Array, purpose: int | jax.Array) -> jax.Array:
     """Gumbel noise of tokens: keys [S, 2], token_ids [S or 1, N] int32 -> [S, N] float32.
 
-    A uniform v near 0 makes a large value, and that is where float32 is finest, so the tail that
-    decides draws is resolved to steps of 2^-32; values lie between -2.9 and 22.9.
+    purpose: one for all, or [S, 1]. A uniform v near 0 makes a large value, and that is where
+    float32 is finest, so the tail that decides draws is resolved to steps of 2^-32; values lie
+    between -2.9 and 22.9.
     """
+    return -jnp.log(-jnp.log1p(-_uniform(keys, token_ids, purpose)))
+
+
+def uniform(keys: jax.Array, purpose: int) -> jax.Array:
+    """One number per key [S, 2], evenly between 0 and 1, neither of them: [S] float32."""
+    return _uniform(keys, jnp.zeros((1, 1), jnp.int32), purpose)[:, 0]
+
+
+def _uniform(keys: jax.Array, token_ids: jax.Array, purpose: int | jax.Array) -> jax.Array:
+    """[S, N] float32 from 2^-33 to 1 - 2^-24."""
     bits, _ = threefry2x32(
         (keys[:, :1], keys[:, 1:]), (token_ids.astype(jnp.uint32), jnp.uint32(purpose))
     )
     uniform = (bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
-    uniform = jnp.minimum(uniform, jnp.float32(_LARGEST_BELOW_ONE))
-    return -jnp.log(-jnp.log1p(-uniform))
+    return jnp.minimum(uniform, jnp.float32(_LARGEST_BELOW_ONE))

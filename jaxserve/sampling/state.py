@@ -27,7 +27,7 @@ def set_slot(
 def count_tokens(
     state: SamplingState, slot: jax.Array, tokens: jax.Array, counted: jax.Array
 ) -> SamplingState:
-    """Add one to (slot, token) for each row [R] where `counted` and slot > 0.
+    """Add one to (slot, token) for each token [N] where `counted` and slot > 0.
 
     Not under a cond: adding nothing to the dummy slot is cheaper than what XLA does to keep a
     donated array in place across branches.
@@ -35,3 +35,20 @@ def count_tokens(
     add = (counted & (slot > 0)).astype(jnp.int32)
     counts = jnp.asarray(state.output_counts).at[slot, tokens].add(add)
     return SamplingState(in_prompt=state.in_prompt, output_counts=counts)
+
+
+def check_state(state: SamplingState, vocab_size: int) -> None:
+    """Raises ValueError when the state is narrower than the vocabulary."""
+    if state.output_counts.shape[1] < vocab_size:
+        raise ValueError(
+            f"the sampling state counts {state.output_counts.shape[1]} tokens, the vocabulary has "
+            f"{vocab_size}; make the state with the model's vocabulary size"
+        )
+
+
+def token_counts(state: SamplingState, slot: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
+    """in_prompt [S, vocab] bool and output_counts [S, vocab] int32 of slots [S]."""
+    return (
+        jnp.asarray(state.in_prompt)[slot, :vocab],
+        jnp.asarray(state.output_counts)[slot, :vocab],
+    )
