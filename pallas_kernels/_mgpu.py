@@ -3,7 +3,7 @@
 Kernels import Mosaic GPU from here alone, as `from pallas_kernels import _mgpu as mgpu`, so that
 what differs between jax versions, and what jax's interpreter cannot do, is said once:
 
-* `load` and `store` differ between the versions.
+* `store` is new in 0.12, which refuses to write single bytes otherwise.
 * The interpreter lacks `wgmma` with its left operand in registers and accumulators that start
   from a value. `kernel(..., interpret=True)` remembers that its body is being traced for the
   interpreter, and `wgmma` and `accumulate` then do the same sums another way. The kernels
@@ -55,7 +55,7 @@ SHARED_MEMORY_BYTES = 227 * 1024
 # Values that nobody wrote read as NaN, and a race is an error (printed on 0.11, raised on 0.12).
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True)
 
-_LOAD_TAKES_INDEX = jax.__version_info__ < (0, 12)
+_HAS_STORE = jax.__version_info__ >= (0, 12)
 
 
 @dataclass
@@ -130,18 +130,16 @@ def _interpreted(
 
 def load(ref: Any, *, layout: Any = None, optimized: bool = True) -> jax.Array:
     """The whole of `ref` (slice it with `.at`) in registers, in `layout`."""
-    if _LOAD_TAKES_INDEX:
-        return plgpu.load(ref, (), layout=layout, optimized=optimized)
     return plgpu.load(ref, layout=layout, optimized=optimized)
 
 
 def store(ref: Any, value: jax.Array) -> None:
     """Write registers to the whole of `ref` (slice it with `.at`), however narrow or far apart its
     elements lie: for the few bytes that TMA, with its 16-byte rows, cannot write."""
-    if _LOAD_TAKES_INDEX:
-        ref[...] = value
-    else:
+    if _HAS_STORE:
         plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def wgmma(acc: Any, a: Any, b: Any) -> None:
