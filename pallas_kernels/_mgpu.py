@@ -47,6 +47,7 @@ wait_smem_to_gmem = plgpu.wait_smem_to_gmem
 wgmma_wait = plgpu.wgmma_wait
 run_scoped = pl.run_scoped
 when = pl.when
+multiple_of = pl.multiple_of
 ds = pl.ds
 
 # Shared memory that one thread block of Hopper may use.

@@ -19,8 +19,9 @@ def write_kv(
     """Write token t's k and v at flat slot write_slot[t]; negative slots write nothing.
 
     key_pages, value_pages [N, page_size, K, D]; k, v [T, K, D]; write_slot [T] int32.
-    Slots of one call are distinct. int8 pages hold codes of absmax / 127 per token and head, and
-    come with key_scales, value_scales [N, page_size, K] float32, then also returned.
+    Slots of one call are distinct. 8-bit pages (int8, float8_e4m3fn) hold codes of absmax / 127 or
+    448 per token and head, and come with key_scales, value_scales [N, page_size, K] float32, then
+    also returned.
     Returns (key_pages, value_pages[, key_scales, value_scales]).
 
     Raises NotImplementedError for an unknown backend and ValueError for shapes that do not fit.
@@ -33,7 +34,7 @@ def write_kv(
         raise NotImplementedError(f"kv_write has no backend {backend!r}; it has: reference")
     if key_scales is None or value_scales is None:
         return write_kv_reference((key_pages, value_pages), (k, v), write_slot)
-    k, new_key_scales = quantize_kv(k)
-    v, new_value_scales = quantize_kv(v)
+    k, new_key_scales = quantize_kv(k, key_pages.dtype)
+    v, new_value_scales = quantize_kv(v, value_pages.dtype)
     pool = (key_pages, value_pages, key_scales, value_scales)
     return write_kv_reference(pool, (k, v, new_key_scales, new_value_scales), write_slot)

@@ -23,15 +23,23 @@ def write_kv_reference(
     return tuple(scatter(pages, rows) for pages, rows in zip(pool, new, strict=True))
 
 
-def quantize_kv(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x [T, K, D] as int8 codes and float32 scales [T, K], absmax / 127.
+# Largest code of each 8-bit format; a scale is a head's largest absolute number by it.
+TOP_CODE = {jnp.dtype(jnp.int8): 127, jnp.dtype(jnp.float8_e4m3fn): 448}
+
+
+def quantize_kv(
+    x: jax.Array, dtype: jax.typing.DTypeLike = jnp.int8
+) -> tuple[jax.Array, jax.Array]:
+    """x [T, K, D] as codes of dtype and float32 scales [T, K], absmax by the largest code.
 
     What is not finite gets a NaN scale, so that the row is seen to have failed.
     """
     wide = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(wide), axis=-1) / 127
+    # Products, since XLA makes such of these quotients and every backend must round the same way.
+    scale = jnp.max(jnp.abs(wide), axis=-1) * (1 / TOP_CODE[jnp.dtype(dtype)])
     scale = jnp.where(scale < jnp.finfo(jnp.float32).tiny, 0, scale)
-    codes = jnp.round(wide / jnp.where(scale == 0, 1, scale)[..., None])
+    codes = wide * (1 / jnp.where(scale == 0, 1, scale))[..., None]
+    codes = jnp.round(codes) if jnp.dtype(dtype) == jnp.int8 else codes
     finite = jnp.isfinite(wide).all(-1)
-    codes = jnp.where(finite[..., None], codes, 0).astype(jnp.int8)
+    codes = jnp.where(finite[..., None], codes, 0).astype(dtype)
     return codes, jnp.where(finite, scale, jnp.nan)
