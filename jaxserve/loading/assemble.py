@@ -25,7 +25,7 @@ from jaxserve.loading.packed_params import load_packed_param, packed_param_shape
 from jaxserve.loading.quantize_on_load import QuantizingSource
 from jaxserve.loading.random_init import standard_noise
 from jaxserve.loading.tensor_source import ArraySource, TensorSource
-from jaxserve.models.base import Config, ModelDef, Params, ParamSpec, WeightNames
+from jaxserve.models.base import Config, ParameterTree, Params, ParamSpec, WeightNames
 from pallas_kernels.quantized_matmul import QuantizedArray, StackedRows
 
 Progress = Callable[[str], None]
@@ -57,7 +57,7 @@ class _Param:
 
 
 def assemble(
-    model: ModelDef,
+    model: ParameterTree,
     config: Config,
     source: TensorSource,
     dtype: str,
@@ -84,7 +84,7 @@ def assemble(
 
 
 def param_shapes(
-    model: ModelDef,
+    model: ParameterTree,
     config: Config,
     source: TensorSource | None,
     dtype: str,
@@ -119,7 +119,7 @@ def _drawn(param: _Param) -> tuple[tuple[str, ...], TensorSource]:
 
 
 def random_params(
-    model: ModelDef,
+    model: ParameterTree,
     config: Config,
     seed: int,
     dtype: str,
@@ -153,7 +153,7 @@ def random_params(
     return jax.tree.unflatten(treedef, _on_device(make, params, None))
 
 
-def _params(model: ModelDef, config: Config, dtype: str) -> tuple[list[_Param], Any]:
+def _params(model: ParameterTree, config: Config, dtype: str) -> tuple[list[_Param], Any]:
     """The leaves in tree order and the tree's structure."""
     specs, treedef = jax.tree_util.tree_flatten_with_path(
         model.param_specs(config), is_leaf=lambda node: isinstance(node, ParamSpec)

@@ -67,6 +67,16 @@ class Tokenizer:
         """Whether a plain text gets a BOS in front."""
         return self.bos_token_id is not None and self.bos_token_id in self._prefix
 
+    @property
+    def adds_eos(self) -> bool:
+        """Whether a plain text gets an EOS behind."""
+        return self.eos_token_id is not None and self.eos_token_id in self._suffix
+
+    def to_json(self) -> str:
+        """What a tokenizer.json holds: all but the roles of tokens and what goes around a text."""
+        text: str = self._backend.to_str()
+        return text
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; InvalidRequestError if it cannot be encoded."""
         ids = self._encode(text)

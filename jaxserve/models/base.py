@@ -5,7 +5,7 @@ A model file ends in `MODEL = ModelDef(...)`; see docs/models.md and examples/.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -55,6 +55,24 @@ class WeightNames:
     """Where a parameter comes from: checkpoint tensors (Hugging Face names), joined on axis 0."""
 
     names: tuple[str, ...]
+
+
+def layer_input(index: int) -> str:
+    """The tap that holds the hidden states [T, E] a layer was given (EAGLE-3 drafts read some)."""
+    return f"layer_input.{index}"
+
+
+class ParameterTree(Protocol):
+    """What reading a checkpoint needs to know: a ModelDef, or a draft (models/drafts/base.py)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def param_specs(self) -> Callable[[Config], Any]: ...
+
+    @property
+    def weight_names(self) -> Callable[[Config], Any]: ...
 
 
 ForwardFn = Callable[[Config, Params, StepBatch, KVPool, Ops], tuple[jax.Array, Taps, KVPool]]

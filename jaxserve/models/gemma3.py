@@ -24,7 +24,15 @@ from jaxserve.layers.norms import centered_rms_norm
 from jaxserve.layers.rope import Rope, cos_and_sin
 from jaxserve.layers.rope_scaling import make_rope
 from jaxserve.models import hf_config
-from jaxserve.models.base import ModelDef, Params, ParamSpec, Taps, WeightNames, matrix
+from jaxserve.models.base import (
+    ModelDef,
+    Params,
+    ParamSpec,
+    Taps,
+    WeightNames,
+    layer_input,
+    matrix,
+)
 from jaxserve.models.windows import group_by_window
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
@@ -200,11 +208,16 @@ def kv_spec(config: Gemma3Config) -> KVSpec:
 def forward(
     config: Gemma3Config, params: Params, batch: StepBatch, kv_pool: KVPool, ops: Ops
 ) -> tuple[jax.Array, Taps, KVPool]:
-    """All layers over the step's flat tokens. Returns (hidden [T, E], no taps, kv_pool)."""
+    """All layers over the step's flat tokens. Returns (hidden [T, E], taps, kv_pool).
+
+    Taps are each layer's input [T, E], under `layer_input(index)`.
+    """
     hidden = scaled_embedding(ops, params["embed"], batch.tokens)
     local_rotation = cos_and_sin(config.local_rope, batch.positions)
     global_rotation = cos_and_sin(config.global_rope, batch.positions)
+    taps = {}
     for index, layer in enumerate(params["layers"]):
+        taps[layer_input(index)] = hidden
         window = config.windows[index]
         cos, sin = global_rotation if window is None else local_rotation
         q, k, v = attention_inputs(config, ops, layer, hidden, cos, sin)
@@ -213,7 +226,7 @@ def forward(
             window=window, softcap=config.attention_softcap,
         )  # fmt: skip
         hidden = attention_output_and_mlp(config, ops, layer, hidden, attended)
-    return centered_rms_norm(ops, hidden, params["final_norm"], config.rms_norm_eps), {}, kv_pool
+    return centered_rms_norm(ops, hidden, params["final_norm"], config.rms_norm_eps), taps, kv_pool
 
 
 def scaled_embedding(ops: Ops, table: Any, tokens: jax.Array) -> jax.Array:

@@ -22,7 +22,15 @@ from jaxserve.layers.embedding import logits
 from jaxserve.layers.mlp import gated_mlp
 from jaxserve.layers.rope import Rope, cos_and_sin
 from jaxserve.models import hf_config
-from jaxserve.models.base import ModelDef, Params, ParamSpec, Taps, WeightNames, matrix
+from jaxserve.models.base import (
+    ModelDef,
+    Params,
+    ParamSpec,
+    Taps,
+    WeightNames,
+    layer_input,
+    matrix,
+)
 from jaxserve.models.windows import group_by_window
 
 
@@ -213,17 +221,22 @@ def kv_spec(config: LlamaConfig) -> KVSpec:
 def forward(
     config: LlamaConfig, params: Params, batch: StepBatch, kv_pool: KVPool, ops: Ops
 ) -> tuple[jax.Array, Taps, KVPool]:
-    """All layers over the step's flat tokens. Returns (hidden [T, E], no taps, kv_pool)."""
+    """All layers over the step's flat tokens. Returns (hidden [T, E], taps, kv_pool).
+
+    Taps are each layer's input [T, E], under `layer_input(index)`.
+    """
     hidden = ops.embed(params["embed"], batch.tokens)
     cos, sin = cos_and_sin(config.rope, batch.positions)
+    taps = {}
     for index, layer in enumerate(params["layers"]):
+        taps[layer_input(index)] = hidden
         q, k, v = attention_inputs(config, ops, layer, hidden, cos, sin)
         attended, kv_pool = ops.attend(
             index, q, k, v, kv_pool, batch,
             scale=config.head_dim**-0.5, window=config.windows[index],
         )  # fmt: skip
         hidden = attention_output_and_mlp(config, ops, layer, hidden, attended)
-    return ops.rms_norm(hidden, params["final_norm"], config.rms_norm_eps), {}, kv_pool
+    return ops.rms_norm(hidden, params["final_norm"], config.rms_norm_eps), taps, kv_pool
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -1,0 +1,5 @@
+"""`python -m checkpoints_tools`."""
+
+from checkpoints_tools.main import main
+
+main()

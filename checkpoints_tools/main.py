@@ -1,0 +1,21 @@
+"""The `checkpoints_tools` command. Each sub-command imports JAX only when it runs."""
+
+import typer
+
+from checkpoints_tools import distill, train_draft
+
+app = typer.Typer(
+    name="checkpoints_tools",
+    help="Make checkpoints for jaxserve: drafts for speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for module in (train_draft, distill):
+    module.register(app)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

@@ -1,0 +1,165 @@
+"""What the target makes of a text: hidden states, kept on disk so that they are computed once.
+
+A small draft is trained over many passes; the target is run once. Its last hidden states are kept
+as float16 (they are normed, and small), its layers' inputs as bfloat16 (some reach 1e5).
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from checkpoints_tools.training_text import PADDING, Windows
+from checkpoints_tools.whole_sequences import no_keys, sequence_batch, sequence_ops
+from jaxserve.core.ops import Ops
+from jaxserve.errors import ModelLoadError
+from jaxserve.loading.loaded_model import LoadedModel
+from jaxserve.models.base import Config, ModelDef, Params
+
+Advance = Callable[[int], None]
+TAP_TYPE = np.dtype(ml_dtypes.bfloat16)
+
+
+@dataclass(frozen=True)
+class TargetStates:
+    """Of N windows of L tokens. hidden [N, L, E]: as forward returns them; taps [N, L, n E]: the
+    wanted layers' inputs, joined. A row of zeros is padding."""
+
+    windows: Windows
+    hidden: np.ndarray
+    taps: np.ndarray
+
+    def batches(self, order: np.ndarray, size: int) -> Iterator["StatesBatch"]:
+        """Windows in this order, `size` at a time; what does not fill a batch is left out."""
+        for start in range(0, len(order) - size + 1, size):
+            yield self.batch(order[start : start + size])
+
+    def batch(self, index: np.ndarray) -> "StatesBatch":
+        """These windows, as float32."""
+        windows = self.windows.take(index)
+        return StatesBatch(
+            windows.tokens,
+            windows.rows,
+            windows.positions,
+            self.hidden[index].astype(np.float32),
+            self.taps[index].astype(np.float32),
+        )
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "rows", "positions", "hidden", "taps"],
+    meta_fields=[],
+)
+@dataclass(frozen=True)
+class StatesBatch:
+    """B windows: tokens, rows, positions [B, L] int32; hidden [B, L, E] and taps [B, L, n E]."""
+
+    tokens: Any
+    rows: Any
+    positions: Any
+    hidden: Any
+    taps: Any
+
+
+def target_states(
+    target: LoadedModel,
+    windows: Windows,
+    tap_names: tuple[str, ...],
+    path: Path,
+    *,
+    rows: int,
+    advance: Advance,
+) -> TargetStates:
+    """The states of these windows: from `path` if they are all there, else computed into it.
+
+    rows: windows at a time. advance: is told how many more windows there are. Raises
+    ModelLoadError if the target gives no such taps, or numbers that are not finite.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    N, L = windows.tokens.shape
+    about = {"windows": windows.fingerprint(), "taps": list(tap_names), "target": target.name}
+    done_file = path / "states.json"
+    kept = _read_about(done_file) == about
+    done_file.unlink(missing_ok=True) if not kept else None
+    run = partial(_states, target.model, target.config, _ops(target, L), tap_names)
+    shapes = jax.eval_shape(run, target.params, *(np.zeros((rows, L), np.int32),) * 3)
+    mode: Any = "r" if kept else "w+"
+    widths = [shape.shape[-1] for shape in shapes]
+    hidden = _map(path / "hidden.f16", np.dtype(np.float16), mode, (N, L, widths[0]))
+    taps = _map(path / "taps.bf16", TAP_TYPE, mode, (N, L, widths[1]))
+    if kept:
+        advance(N)
+        return TargetStates(windows, hidden, taps)
+    for start in range(0, N, rows):
+        part = windows.take(_padded(start, N, rows))
+        count = min(rows, N - start)
+        got = jax.device_get(run(target.params, part.tokens, part.rows, part.positions))
+        for name, values in zip(("hidden states", "taps"), got, strict=True):
+            if not np.isfinite(values).all() or np.abs(got[0]).max() > np.finfo(np.float16).max:
+                raise ModelLoadError(
+                    f"{target.name}: the {name} of window {start} are not finite, or too large "
+                    "for float16; are the weights damaged?"
+                )
+        hidden[start : start + count] = got[0][:count]
+        taps[start : start + count] = got[1][:count].astype(TAP_TYPE)
+        advance(count)
+    done_file.write_text(json.dumps(about))
+    return TargetStates(windows, hidden, taps)
+
+
+def _ops(target: LoadedModel, length: int) -> Ops:
+    return sequence_ops(target.model.kv_spec(target.config), length)
+
+
+def _padded(start: int, total: int, rows: int) -> np.ndarray:
+    return np.minimum(np.arange(start, start + rows), total - 1)
+
+
+def _map(path: Path, dtype: np.dtype, mode: Any, shape: tuple[int, ...]) -> np.ndarray:
+    if 0 in shape:  # no taps: a file cannot be mapped that has no bytes
+        return np.zeros(shape, dtype)
+    return np.memmap(path, dtype, mode, shape=shape)
+
+
+def _read_about(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _states(
+    model: ModelDef,
+    config: Config,
+    ops: Ops,
+    tap_names: tuple[str, ...],
+    params: Params,
+    tokens: jax.Array,
+    rows: jax.Array,
+    positions: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """hidden [B, L, E] and the taps, joined [B, L, n E]; zeros where there is padding."""
+    B, L = tokens.shape
+    batch = sequence_batch(tokens, rows, positions)
+    hidden, taps, _ = model.forward(config, params, batch, no_keys(), ops)
+    missing = [name for name in tap_names if name not in taps]
+    if missing:
+        raise ModelLoadError(
+            f"model {model.name!r} gives no tap {missing[0]!r}; its forward has to return it, see "
+            "docs/models.md"
+        )
+    joined = [taps[name] for name in tap_names] or [jnp.zeros((B * L, 0), hidden.dtype)]
+    real = (rows != PADDING)[..., None]
+    return (
+        jnp.where(real, hidden.reshape(B, L, -1), 0),
+        jnp.where(real, jnp.concatenate(joined, axis=1).reshape(B, L, -1), 0),
+    )
