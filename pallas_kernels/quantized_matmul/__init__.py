@@ -14,7 +14,15 @@ from pallas_kernels.quantized_matmul.cpu import (
     panels_shape,
     take_rows_panels,
 )
+from pallas_kernels.quantized_matmul.experts import (
+    ExpertRows,
+    expert_matmul,
+    group_by_expert,
+)
 from pallas_kernels.quantized_matmul.formats import FORMATS, Format
+from pallas_kernels.quantized_matmul.gpu_layout import LAYOUTS as GPU_LAYOUTS
+from pallas_kernels.quantized_matmul.gpu_layout import gpu_layout, pack_gpu, part_shapes
+from pallas_kernels.quantized_matmul.mosaic_gpu import matmul_gpu, take_rows_gpu
 from pallas_kernels.quantized_matmul.reference import (
     dequantize,
     in_input_order,
@@ -24,27 +32,39 @@ from pallas_kernels.quantized_matmul.reference import (
 
 __all__ = [
     "FORMATS",
+    "ExpertRows",
     "Format",
     "QuantizedArray",
     "StackedRows",
     "check_array",
     "dequantize",
+    "expert_matmul",
     "gated_matmul",
+    "group_by_expert",
     "matmul",
+    "matmul_gpu",
     "repack",
     "repack_shape",
     "take_rows",
 ]
 
 
+_LAYOUTS = ("rows", "panels", *GPU_LAYOUTS)
+
+
 def matmul(
-    x: jax.Array, w: QuantizedArray | StackedRows, add_to: jax.Array | None = None
+    x: jax.Array,
+    w: QuantizedArray | StackedRows,
+    add_to: jax.Array | None = None,
+    *,
+    interpret: bool = False,
 ) -> jax.Array:
     """x [..., K] times packed w [N, K], plus add_to [..., N] float32 if given: float32 [..., N].
 
     Activations stay float32 (bfloat16 ones are widened), and every weight is expanded to the
     float32 number it stands for before it is multiplied. The array's layout says which backend
-    runs: "rows" the reference, "panels" the native CPU kernels.
+    runs: "rows" the reference, "panels" the native CPU kernels, "gpu" those for Hopper GPUs, which
+    round activations to 16 bits ("gpu_w8a8": to 8 bits) and run on a CPU with `interpret`.
 
     Raises ValueError for shapes that do not fit and NotImplementedError for an unknown layout.
     """
@@ -57,27 +77,33 @@ def matmul(
     if isinstance(w, QuantizedArray) and w.layout == "panels":
         return matmul_panels(_inputs(x, w), w, add_to)
     if isinstance(w, StackedRows):
-        y = jnp.concatenate([matmul(x, piece) for piece in w.pieces], axis=-1)
+        pieces = [matmul(x, piece, interpret=interpret) for piece in w.pieces]
+        y = jnp.concatenate(pieces, axis=-1)
     elif w.layout == "rows":
         y = matmul_reference(_inputs(x, w), w)
+    elif w.layout in GPU_LAYOUTS:
+        y = matmul_gpu(x, w, interpret=interpret)
     else:
         raise NotImplementedError(
-            f"quantized_matmul has no layout {w.layout!r}; it has: rows, panels"
+            f"quantized_matmul has no layout {w.layout!r}; it has: {', '.join(_LAYOUTS)}"
         )
     return y if add_to is None else add_to + y
 
 
-def gated_matmul(x: jax.Array, w: QuantizedArray | StackedRows, activation: str) -> jax.Array:
+def gated_matmul(
+    x: jax.Array, w: QuantizedArray | StackedRows, activation: str, *, interpret: bool = False
+) -> jax.Array:
     """activation(gate) * up, which are the halves of x [..., K] times packed w [2F, K]: [..., F].
 
     activation: a name of `pallas_kernels.gated_activation`. Raises ValueError as `matmul` and
-    `gated_activation` do, NotImplementedError for an unknown layout.
+    `gated_activation` do, NotImplementedError for an unknown layout. interpret: as in `matmul`.
     """
     panels = (w if isinstance(w, QuantizedArray) else w.pieces[0]).layout == "panels"
     if isinstance(w, QuantizedArray) and panels and can_gate(w, activation):
         _check_fits(x, w)
         return gated_matmul_panels(_inputs(x, w), w, activation)
-    return gated_activation(matmul(x, w), activation, backend="cpu" if panels else "reference")
+    halves = matmul(x, w, interpret=interpret)
+    return gated_activation(halves, activation, backend="cpu" if panels else "reference")
 
 
 def _check_fits(x: jax.Array, w: QuantizedArray | StackedRows) -> None:
@@ -98,6 +124,8 @@ def take_rows(w: QuantizedArray | StackedRows, rows: jax.Array) -> jax.Array:
         return _take_stacked(w, rows)
     if w.layout == "panels":
         return in_input_order(w, take_rows_panels(w, rows))
+    if w.layout in GPU_LAYOUTS:
+        return in_input_order(w, take_rows_gpu(w, rows))
     return take_rows_reference(w, rows)
 
 
@@ -117,7 +145,7 @@ def repack(w: QuantizedArray, layout: str) -> QuantizedArray:
     """The same matrix in the layout of another backend, losing nothing.
 
     Raises ValueError for an array that is not in the layout "rows" (see `check_array` for what is
-    checked about it), NotImplementedError for an unknown layout.
+    checked about it) or that the layout cannot keep, NotImplementedError for an unknown layout.
     """
     check_array(w)
     if w.layout != "rows":
@@ -126,7 +154,9 @@ def repack(w: QuantizedArray, layout: str) -> QuantizedArray:
         return w
     if layout == "panels":
         return pack_panels(w)
-    raise NotImplementedError(f"there is no layout {layout!r}; choose rows or panels")
+    if layout in GPU_LAYOUTS:
+        return pack_gpu(w, layout)
+    raise NotImplementedError(_unknown(layout))
 
 
 def repack_shape(w: QuantizedArray, layout: str) -> QuantizedArray:
@@ -136,8 +166,23 @@ def repack_shape(w: QuantizedArray, layout: str) -> QuantizedArray:
         raise ValueError(f"only the layout 'rows' can be repacked, got {w.layout!r}")
     if layout == "rows":
         return w
+    if layout in GPU_LAYOUTS:
+        return _gpu_shapes(w, layout)
     if layout != "panels":
-        raise NotImplementedError(f"there is no layout {layout!r}; choose rows or panels")
+        raise NotImplementedError(_unknown(layout))
     panels = jax.ShapeDtypeStruct(panels_shape(w.format, *w.shape, w.group), jnp.uint8)
     parts = {"panels": panels} | {k: v for k, v in w.parts.items() if k == "perm"}
     return QuantizedArray(parts, w.format_name, w.shape, w.group, "panels")
+
+
+def _unknown(layout: str) -> str:
+    return f"there is no layout {layout!r}; choose {', '.join(_LAYOUTS)}"
+
+
+def _gpu_shapes(w: QuantizedArray, layout: str) -> QuantizedArray:
+    parts = {
+        name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        for name, (dtype, shape) in part_shapes(w).items()
+    }
+    parts |= {k: v for k, v in w.parts.items() if k == "perm"}
+    return QuantizedArray(parts, w.format_name, w.shape, w.group, gpu_layout(w, layout))

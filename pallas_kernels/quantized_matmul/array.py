@@ -32,6 +32,8 @@ class QuantizedArray:
       "rows", blocks:   blocks uint8 [N, K / block_size * block_bytes]
       "panels":         panels uint8 [ceil(N / 32), bytes]: 32 output rows side by side, for the
                         native CPU kernels (see cpu.py)
+      "gpu":            codes and scales apart, for the Hopper kernels (see gpu_layout.py)
+      "gpu_w8a8":       the same parts; products round their activations to 8 bits
       and in any layout perm int32 [K] (optional): column j of the matrix as kept multiplies
       input perm[j] (GPTQ's act-order, which sorts columns by group).
     group: inputs that share a scale, for grouped formats; K where one scale serves a row; else 0.

@@ -12,8 +12,10 @@ import numpy as np
 
 from pallas_kernels.quantized_matmul.array import QuantizedArray
 from pallas_kernels.quantized_matmul.formats import FORMATS, Format
+from pallas_kernels.quantized_matmul.gpu_layout import LAYOUTS as GPU_LAYOUTS
+from pallas_kernels.quantized_matmul.gpu_layout import part_shapes
 
-LAYOUTS = ("rows", "panels")
+LAYOUTS = ("rows", "panels", *GPU_LAYOUTS)
 MAX_DIM = 2**31 - 1  # kernels count rows and columns in 32 bits
 _DENSE_TYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 _CODE_TYPES = {"int4": "uint8", "int8": "int8", "fp8": "uint8"}
@@ -22,8 +24,8 @@ _CODE_TYPES = {"int4": "uint8", "int8": "int8", "fp8": "uint8"}
 def check_array(w: QuantizedArray) -> None:
     """ValueError, saying got and want, unless `w` is what array.py describes.
 
-    Layout "rows": everything. Layout "panels": the name, type and number of dimensions of the
-    parts; the rest is the native kernels' own, see cpu.py.
+    Layouts "rows" and "gpu": everything. Layout "panels": the name, type and number of dimensions
+    of the parts; the rest is the native kernels' own, see cpu.py.
     """
     if not isinstance(w, QuantizedArray):
         raise ValueError(f"want a QuantizedArray, got {type(w).__name__}")
@@ -33,7 +35,7 @@ def check_array(w: QuantizedArray) -> None:
         raise ValueError(f"layout is {str(w.layout)[:40]!r}; choose {', '.join(LAYOUTS)}")
     _check_shape(w)
     _check_group(w)
-    wanted = _panel_parts() if w.layout == "panels" else _row_parts(w)
+    wanted = _wanted_parts(w)
     _check_names(w, set(wanted))
     for name, (dtype, shape) in wanted.items():
         if name in w.parts:
@@ -73,6 +75,14 @@ def _check_group(w: QuantizedArray) -> None:
         _fail(w, f"groups of {w.group} do not divide {K} inputs")
     if w.format_name == "int4" and K % 2:
         _fail(w, f"{K} inputs do not fill bytes of two codes")
+
+
+def _wanted_parts(w: QuantizedArray) -> dict[str, tuple[str, tuple[int | None, ...]]]:
+    if w.layout == "panels":
+        return _panel_parts()
+    if w.layout in GPU_LAYOUTS:
+        return {name: (dtype, shape) for name, (dtype, shape) in part_shapes(w).items()}
+    return _row_parts(w)
 
 
 def _row_parts(w: QuantizedArray) -> dict[str, tuple[str, tuple[int | None, ...]]]:

@@ -301,7 +301,7 @@ def test_load_model(layout: str, tmp_path: Path) -> None:
         load_model(path, quantization="int8")
     with pytest.raises(ModelLoadError, match=r"is packed already \(q8_0\)"):
         load_model(path, weight_layout=layout, quantization="int8")
-    with pytest.raises(NotImplementedError, match="no layout 'tiles'; choose rows or panels"):
+    with pytest.raises(NotImplementedError, match="no layout 'tiles'; choose rows, panels"):
         load_model(path, weight_layout="tiles")
 
 
