@@ -8,6 +8,8 @@ MAX_ROWS_LIMIT = 1024
 SCHEDULING_POLICIES = ("fcfs", "priority", "prefix")
 DEFAULT_KV_MEMORY = 1 << 30  # where no GPU's memory is to be filled
 BATCHING = ("continuous", "static")
+ATTENTION_BACKENDS = ("auto", "reference", "cpu", "mosaic_gpu", "interpret")
+KV_CACHE_DTYPES = ("auto", "bf16", "int8", "fp8")
 MAX_THREADS = 1024  # that XLA may be told to compute on; a setting of the process, not of an engine
 
 
@@ -23,10 +25,11 @@ class EngineConfig:
     max_batch_rows: int = 16  # requests that run at once
     max_batch_tokens: int = 512  # prefill tokens a step may carry, so no stream waits longer
     max_queue: int = 1024  # waiting requests before 429
-    page_size: int = 16  # tokens per KV page
+    page_size: int | None = None  # tokens per KV page; None: the backend's own, 64 or 16
     kv_memory: int | None = None  # bytes for the KV pool; None: 1 GiB, or what a GPU has left
     gpu_memory_utilization: float = 0.9  # share of a GPU's memory to fill
-    kv_cache_dtype: str = "auto"  # auto: as dtype; int8: a quarter of float32's memory and reads
+    # auto: as dtype; int8 and fp8: half of bf16's memory and reads, a quarter of float32's
+    kv_cache_dtype: str = "auto"
     prefix_cache: bool = True  # keep finished prompts' KV; what begins alike is not computed again
     kv_host_memory: int = 0  # bytes of host memory for KV that left the pool; 0: it is dropped
     scheduling: str = "priority"  # who waits shortest; priority: as requests ask, then fcfs
@@ -35,14 +38,15 @@ class EngineConfig:
     max_stall: float = 2.5
     batching: str = "continuous"  # static: a batch ends as one; a baseline for benchmarks
     num_pages: int | None = None  # overrides kv_memory (tests, exact experiments)
-    attention_backend: str = "auto"
+    attention_backend: str = "auto"  # auto: the best this machine has (see core/backends.py)
     seed: int = 0  # root of the draws of requests that carry no seed
 
     def __post_init__(self) -> None:
         _check_range("max_batch_rows", self.max_batch_rows, 1, MAX_ROWS_LIMIT)
         _check_range("max_batch_tokens", self.max_batch_tokens, 16, 1 << 20)
         _check_range("max_queue", self.max_queue, 1, 1 << 20)
-        _check_range("page_size", self.page_size, 1, 1024)
+        if self.page_size is not None:
+            _check_range("page_size", self.page_size, 1, 1024)
         if self.kv_memory is not None:
             _check_range("kv_memory", self.kv_memory, 1 << 12, 1 << 50)
         _check_share("gpu_memory_utilization", self.gpu_memory_utilization)
@@ -55,7 +59,7 @@ class EngineConfig:
             raise InvalidRequestError(
                 f"prefix_cache is {self.prefix_cache!r}; give True or False", "prefix_cache"
             )
-        _check_choice("kv_cache_dtype", self.kv_cache_dtype, ("auto", "int8"))
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         _check_choice("scheduling", self.scheduling, SCHEDULING_POLICIES)
         _check_choice("batching", self.batching, BATCHING)

@@ -14,7 +14,7 @@ from jaxserve.errors import InvalidRequestError
         ("scheduling", "lifo", "choose fcfs, priority or prefix"),
         ("batching", "dynamic", "choose continuous or static"),
         ("dtype", "float64", "choose auto, float32 or bfloat16"),
-        ("kv_cache_dtype", "fp8", "choose auto or int8"),
+        ("kv_cache_dtype", "fp4", "choose auto, bf16, int8 or fp8"),
         ("prefix_cache", 1, "give True or False"),
         ("kv_host_memory", -1, "whole number 0 to"),
         ("kv_host_memory", True, "whole number 0 to"),

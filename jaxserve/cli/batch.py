@@ -63,6 +63,7 @@ def batch_command(
     kv_memory: opt.KVMemory = opt.DEFAULTS.kv_memory,
     gpu_memory_utilization: opt.GPUMemoryUtilization = opt.DEFAULTS.gpu_memory_utilization,
     kv_cache_dtype: opt.KVCacheDtype = "auto",
+    attention_backend: opt.AttentionBackend = opt.DEFAULTS.attention_backend,
     kv_host_memory: opt.KVHostMemory = opt.DEFAULTS.kv_host_memory,
     prefix_cache: opt.PrefixCache = opt.DEFAULTS.prefix_cache,
     scheduling: opt.Scheduling = "priority",

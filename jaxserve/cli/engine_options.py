@@ -41,21 +41,31 @@ Model = Annotated[
 ]
 Dtype = Annotated[str, _option("--dtype", help="auto, float32 or bfloat16. auto: float32 on CPUs.")]
 KVCacheDtype = Annotated[
-    Literal["auto", "int8"],
+    Literal["auto", "bf16", "int8", "fp8"],
     typer.Option(
         "--kv-cache-dtype",
-        help="Type of the KV cache. int8 takes about a quarter of float32's memory, with a scale "
-        "per token and head. auto: as --dtype.",
+        help="Type of the KV cache. int8 and fp8 take about half of bf16's memory and a quarter of "
+        "float32's, with a scale per token and head. auto: as --dtype.",
         rich_help_panel=_PANEL,
     ),
 ]
 Quantization = Annotated[
-    Literal["int8", "int4"] | None,
+    Literal["int8", "int4", "fp8"] | None,
     typer.Option(
         "--quantization",
-        help="Pack a plain checkpoint's matrices while loading: int8 or int4. Checkpoints that are "
-        "quantised already need no option.",
+        help="Pack a plain checkpoint's matrices while loading. Checkpoints that are quantised "
+        "already need no option.",
         show_default="as the checkpoint has them",
+        rich_help_panel=_PANEL,
+    ),
+]
+AttentionBackend = Annotated[
+    str,
+    typer.Option(
+        "--attention-backend",
+        metavar="NAME",
+        help="Whose kernels run. mosaic_gpu: ours for Hopper GPUs; cpu: ours for CPUs; reference: "
+        "XLA's, anywhere; interpret: mosaic_gpu on a CPU, very slowly. auto: the best there is.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -149,7 +159,16 @@ MaxStall = Annotated[
         help="While streams run, decode steps that a step with prefill may take; 0: any number.",
     ),
 ]
-PageSize = Annotated[int, _option("--page-size", "--block-size", help="Tokens of a KV page.")]
+PageSize = Annotated[
+    int | None,
+    typer.Option(
+        "--page-size",
+        "--block-size",
+        help="Tokens of a KV page.",
+        show_default="64 on Hopper GPUs, else 16",
+        rich_help_panel=_PANEL,
+    ),
+]
 Seed = Annotated[int, _option("--seed", help="Root of the draws of requests without a seed.")]
 ModelFile = Annotated[
     Path | None,

@@ -8,7 +8,6 @@ import typer
 from jaxserve.cli import engine_options as opt
 from jaxserve.cli.terminal import say, with_clear_errors
 from jaxserve.config import EngineConfig
-from jaxserve.errors import InvalidRequestError
 from jaxserve.loading import hub
 
 if TYPE_CHECKING:  # the real imports are in the command: `jaxserve --help` stays quick
@@ -47,14 +46,6 @@ Stride = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
-AttentionBackend = Annotated[
-    str,
-    typer.Option(
-        "--attention-backend",
-        help="auto, reference or cpu. The float32 run takes the reference.",
-        rich_help_panel="Engine",
-    ),
-]
 OutputJson = Annotated[
     Path | None, typer.Option("--json", help="Write the report here too.", rich_help_panel=_PANEL)
 ]
@@ -76,7 +67,7 @@ def eval_command(
     dtype: opt.Dtype = opt.DEFAULTS.dtype,
     kv_cache_dtype: opt.KVCacheDtype = "auto",
     quantization: opt.Quantization = None,
-    attention_backend: AttentionBackend = opt.DEFAULTS.attention_backend,
+    attention_backend: opt.AttentionBackend = opt.DEFAULTS.attention_backend,
     max_batch_tokens: opt.MaxBatchTokens = opt.DEFAULTS.max_batch_tokens,
     model_file: opt.ModelFile = None,
 ) -> None:
@@ -132,10 +123,7 @@ def _evaluate(
 
     use_compile_cache(home() / "compiled")
     config, quantization = options.config, options.quantization
-    try:
-        layout = kept_layout(config.attention_backend, quantization)
-    except NotImplementedError as error:  # the backend cannot run here
-        raise InvalidRequestError(str(error), "attention_backend") from None
+    layout = kept_layout(config.attention_backend, quantization)
     served = _load(options.model, options, config.dtype, layout, quantization)
     context, stride = context_and_stride(served, context, stride)
     tokens = tokenize(contents, served, max_tokens)

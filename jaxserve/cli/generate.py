@@ -46,6 +46,7 @@ def generate_command(
     max_model_len: opt.MaxModelLen = None,
     kv_memory: opt.KVMemory = opt.DEFAULTS.kv_memory,
     kv_cache_dtype: opt.KVCacheDtype = "auto",
+    attention_backend: opt.AttentionBackend = opt.DEFAULTS.attention_backend,
     model_file: opt.ModelFile = None,
 ) -> None:
     """Continue each PROMPT and print the text as it comes (no chat template).
@@ -58,6 +59,7 @@ def generate_command(
         max_model_len=max_model_len,
         kv_memory=kv_memory,
         kv_cache_dtype=kv_cache_dtype,
+        attention_backend=attention_backend,
     )
     given = {
         "max_tokens": max_tokens,

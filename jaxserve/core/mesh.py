@@ -59,7 +59,8 @@ def _leaf_sharding(mesh: Mesh, leaf: Any, axes: tuple[str | None, ...]) -> Named
 
 
 def pool_shardings(mesh: Mesh, pool: KVPool) -> KVPool:
-    """Of each array's pages [num_pages, page_size, num_kv_heads, head_dim]: split by KV head."""
+    """Of each array, and of pages taken out of them: split by KV head, which is axis 2 of all of
+    them, whatever the pool's form."""
 
     def sharding(pages: Any) -> NamedSharding:
         if pages.shape[2] % mesh.size:

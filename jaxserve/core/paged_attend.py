@@ -6,7 +6,7 @@ from functools import partial
 import jax
 
 from jaxserve.core.kv_layout import KVLayout
-from jaxserve.core.kv_pool import KVPool, LayerKV
+from jaxserve.core.kv_pool import KVPool, LayerKV, SeparatePool
 from jaxserve.core.step_batch import StepBatch
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention
@@ -36,6 +36,7 @@ class PagedAttend:
         tree_mask: jax.Array | None = None,
     ) -> tuple[jax.Array, KVPool]:
         """See `jaxserve.core.ops.Attend`."""
+        assert isinstance(kv_pool, SeparatePool)
         table = self.layout.table_of_layer[layer]
         step = _native_step if self.backend == "cpu" else _reference_step
         out, kv = step(

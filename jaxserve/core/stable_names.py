@@ -27,6 +27,7 @@ _TRACED_SOURCE = (
     "layers/*.py",
     "models/*.py",
     "sampling/*.py",
+    "engine/page_programs.py",
     "engine/programs.py",
     "sampling_params.py",
 )

@@ -18,6 +18,7 @@ from jaxserve.core.mesh import make_mesh
 from jaxserve.core.ops import Ops
 from jaxserve.core.program_loader import ProgramLoader
 from jaxserve.core.step_batch import SamplingBatch, StepBatch
+from jaxserve.engine.backend_settings import settle_backend
 from jaxserve.engine.engine_shape import EngineShape, engine_shape
 from jaxserve.engine.fit_memory import fit_to_device
 from jaxserve.engine.host_pages import HostPages, slots_in
@@ -63,8 +64,9 @@ class Engine:
         cannot hold two tokens.
         """
         kv_spec = model.model.kv_spec(model.config)
-        ops = make_ops(config.attention_backend, kv_spec)
         mesh = make_mesh(devices)
+        config = settle_backend(config, kv_spec, mesh.devices.flat[0])
+        ops = make_ops(config.attention_backend, kv_spec, mesh.size)
         self._loader = loader or ProgramLoader()
         config = fit_to_device(model, config, kv_spec, ops, mesh, self._loader)
         shape = engine_shape(model, config, kv_spec, max_chunk)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.config import DEFAULT_KV_MEMORY, EngineConfig
+from jaxserve.core.backends import default_page_size
 from jaxserve.core.buckets import Bucket, bucket_table, prefill_sizes
 from jaxserve.core.kv_layout import KVLayout, kv_layout
 from jaxserve.core.kv_spec import KVSpec
@@ -26,6 +27,7 @@ class WithContext(Protocol):
 # With the prefix cache, the most requests of full length that have ended whose KV is kept for each
 # that may run. More would cost memory that serves nobody for long.
 _ENDED_PER_ROW = 3
+_KV_DTYPES = {"bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -57,11 +59,12 @@ def engine_shape(
     kv_dtype = resolve_kv_dtype(config)
     max_model_len = min(model.max_model_len, config.max_model_len or model.max_model_len)
     layout = kv_layout(kv_spec)
+    page_size = config.page_size or default_page_size(config.attention_backend)
     longest_chunk = min(max_chunk or config.max_batch_tokens, config.max_batch_tokens)
     num_pages = config.num_pages or _affordable_pages(
         config,
-        layout.page_bytes(config.page_size, kv_dtype.itemsize),
-        KVManager(2, config.page_size, layout.windows, max_chunk=longest_chunk),
+        layout.page_bytes(page_size, kv_dtype.itemsize),
+        KVManager(2, page_size, layout.windows, max_chunk=longest_chunk),
         max_model_len,
     )
     buckets = bucket_table(config.max_batch_rows, config.max_batch_tokens)
@@ -79,10 +82,10 @@ def engine_shape(
     return EngineShape(
         dtype=dtype,
         kv_dtype=kv_dtype,
-        page_size=config.page_size,
+        page_size=page_size,
         num_pages=num_pages,
         num_groups=layout.num_tables,
-        pages_per_row=_pages_per_row(layout, num_pages, config.page_size, max_model_len),
+        pages_per_row=_pages_per_row(layout, num_pages, page_size, max_model_len),
         max_model_len=max_model_len,
         buckets=buckets,
         limits=limits,
@@ -97,10 +100,10 @@ def resolve_dtype(dtype: str) -> np.dtype:
 
 
 def resolve_kv_dtype(config: EngineConfig) -> np.dtype:
-    """The type keys and values are kept in: int8 (with scales), or that of the model."""
-    if config.kv_cache_dtype == "int8":
-        return np.dtype(np.int8)
-    return resolve_dtype(config.dtype)
+    """The type keys and values are kept in: 8 bits (with scales), or that of the model."""
+    if config.kv_cache_dtype == "auto":
+        return resolve_dtype(config.dtype)
+    return np.dtype(_KV_DTYPES[config.kv_cache_dtype])
 
 
 def _pages_per_row(layout: KVLayout, num_pages: int, page_size: int, max_model_len: int) -> int:
@@ -122,7 +125,7 @@ def _affordable_pages(
     fewest = manager.pages_needed(1) + 1
     if affordable < fewest:
         raise InvalidRequestError(
-            f"kv_memory is {kv_memory} bytes and a page of {config.page_size} tokens takes "
+            f"kv_memory is {kv_memory} bytes and a page of {manager.page_size} tokens takes "
             f"{page_bytes}; give at least {fewest * page_bytes} bytes",
             "kv_memory",
         )

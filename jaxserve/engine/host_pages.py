@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jaxserve.core.kv_pool import KVPool
+from jaxserve.core.kv_pool import KVPool, shapes_of_pages
 from jaxserve.engine.page_programs import BATCH, PageContents, PagesHandle
 from jaxserve.engine.plan import Transfers
 from jaxserve.engine.runner import Runner
@@ -42,7 +42,8 @@ class HostPages:
         """pool: the pool, or its shapes: what a page is."""
         self.num_slots = num_slots
         self._slots: PageContents = tuple(
-            np.empty((num_slots, *leaf.shape[1:]), leaf.dtype) for leaf in jax.tree.leaves(pool)
+            np.empty(leaf.shape, leaf.dtype)
+            for leaf in jax.tree.leaves(shapes_of_pages(pool, num_slots))
         )
         self._pending: deque[_Store] = deque()
         self.waited = 0.0

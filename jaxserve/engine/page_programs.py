@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.core.kv_pool import KVPool
@@ -16,7 +17,7 @@ from jaxserve.core.kv_pool import KVPool
 # page copied on write costs as much as a full batch.
 BATCH = 8
 
-# Of n pages: [n, page_size, ...] for each array of the pool, in the order of `jax.tree.leaves`.
+# Of n pages: [n, ...] for each array of the pool, in the order of `jax.tree.leaves`.
 PageContents = tuple[np.ndarray, ...]
 
 
@@ -25,18 +26,36 @@ def copy_pages(pool: KVPool, sources: jax.Array, targets: jax.Array) -> KVPool:
 
     A target past the end is dropped.
     """
-    return jax.tree.map(lambda leaf: leaf.at[targets].set(leaf[sources], mode="drop"), pool)
+    read, written = _at(pool, sources), _at(pool, targets)
+    return jax.tree.map(lambda leaf: leaf.at[written].set(leaf[read], mode="drop"), pool)
 
 
 def read_pages(pool: KVPool, pages: jax.Array) -> KVPool:
-    """The given pages [n] of every array, in the form of a pool of n pages."""
-    return jax.tree.map(lambda leaf: leaf[pages], pool)
+    """The given pages [n] of every array, [n, ...], in the form of a pool."""
+    at, axis = _at(pool, pages), pool.page_axis
+    return jax.tree.map(lambda leaf: jnp.moveaxis(leaf[at], axis, 0), pool)
 
 
 def write_pages(pool: KVPool, pages: jax.Array, contents: KVPool) -> KVPool:
     """The pool with page pages[i] of every array replaced by contents[i]; a page past the end is
     dropped."""
-    return jax.tree.map(lambda leaf, new: leaf.at[pages].set(new, mode="drop"), pool, contents)
+    at, axis = _at(pool, pages), pool.page_axis
+
+    def written(leaf: jax.Array, new: jax.Array) -> jax.Array:
+        return leaf.at[at].set(jnp.moveaxis(new, 0, axis), mode="drop")
+
+    return jax.tree.map(written, pool, contents)
+
+
+def scrub_pages(pool: KVPool, pages: jax.Array) -> KVPool:
+    """Zero the given pages [n] in every layer: NaN must not outlive the row that made it."""
+    at = _at(pool, pages)
+    return jax.tree.map(lambda leaf: leaf.at[at].set(0), pool)
+
+
+def _at(pool: KVPool, pages: jax.Array) -> tuple[slice | jax.Array, ...]:
+    """The index of pages in every array of the pool."""
+    return (*[slice(None)] * pool.page_axis, pages)
 
 
 def batches(pages: Sequence[int], padding: int) -> Iterator[tuple[int, int, np.ndarray]]:

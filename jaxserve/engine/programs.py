@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxserve.core.kv_pool import KVPool
+from jaxserve.core.kv_pool import KVPool, shapes_of_pages
 from jaxserve.core.mesh import pool_shardings, replicated
 from jaxserve.core.ops import Ops
 from jaxserve.core.program_loader import Program
@@ -28,7 +28,13 @@ from jaxserve.core.step_batch import (
     StepOutput,
     resolve_previous,
 )
-from jaxserve.engine.page_programs import BATCH, copy_pages, read_pages, write_pages
+from jaxserve.engine.page_programs import (
+    BATCH,
+    copy_pages,
+    read_pages,
+    scrub_pages,
+    write_pages,
+)
 from jaxserve.models.base import Config, ModelDef, Params
 from jaxserve.sampling import sample, set_slot
 from jaxserve.sampling.logprobs import prompt_logprobs
@@ -153,10 +159,7 @@ class Programs:
 
     def write_program(self, pool: KVPool) -> Program:
         """`write_pages`; the pool is donated."""
-        contents = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((BATCH, *leaf.shape[1:]), leaf.dtype), pool
-        )
-        args = (pool, np.zeros(BATCH, np.int32), contents)
+        args = (pool, np.zeros(BATCH, np.int32), shapes_of_pages(pool, BATCH))
         return self._program("write", write_pages, args, 0, self._places(pool))
 
     def set_slot_program(self, state: SamplingState) -> Program:
@@ -191,8 +194,3 @@ class Programs:
             identity=(model, config, ops, sizes),
             keep=self.mesh.size == 1,
         )
-
-
-def scrub_pages(pool: KVPool, pages: jax.Array) -> KVPool:
-    """Zero the given pages [n] in every layer: NaN must not outlive the row that made it."""
-    return jax.tree.map(lambda leaf: leaf.at[pages].set(0), pool)

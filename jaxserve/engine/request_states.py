@@ -11,6 +11,7 @@ from functools import cached_property
 
 import jax
 
+from jaxserve.core.kv_pool import shapes_of_pages
 from jaxserve.engine.model_identity import ModelIdentity, model_identity
 from jaxserve.engine.page_programs import PagesHandle
 from jaxserve.engine.plan import Plan
@@ -55,7 +56,8 @@ class RequestStates:
         self._loop = loop
         self._runner = runner
         manager = scheduler.manager
-        arrays = tuple((leaf.shape[1:], leaf.dtype.name) for leaf in jax.tree.leaves(runner.pool))
+        page = jax.tree.leaves(shapes_of_pages(runner.pool, 1))
+        arrays = tuple((leaf.shape[1:], leaf.dtype.name) for leaf in page)
         self.form = PageForm(
             manager.page_size, arrays[0][1], backend, tuple(manager.windows), arrays
         )

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -35,7 +36,8 @@ logger = logging.getLogger(__name__)
 FORMAT = "jaxserve request"
 VERSION = "1"
 _MAX_HEADER = 1 << 20
-_TYPE_NAMES = {np.dtype(dtype).name: name for name, dtype in NUMPY_TYPES.items()}
+_TYPES = NUMPY_TYPES | {"F8_E4M3": ml_dtypes.float8_e4m3fn}  # elsewhere read as bytes
+_TYPE_NAMES = {np.dtype(dtype).name: name for name, dtype in _TYPES.items()}
 _STATE_KEYS = {"params", "seed", "choice", "priority", "cache_salt", "model", "pages", "digest"}
 
 
@@ -219,7 +221,7 @@ class _StateFile:
             raise self.error("is damaged: its arrays are not those that were written")
 
     def _read(self, stored: _Stored) -> np.ndarray:
-        array = np.empty(stored.shape, NUMPY_TYPES[stored.dtype])
+        array = np.empty(stored.shape, _TYPES[stored.dtype])
         with self.path.open("rb") as file:
             file.seek(stored.start)
             if file.readinto(_bytes(array)) != stored.end - stored.start:

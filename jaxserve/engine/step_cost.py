@@ -46,7 +46,7 @@ class StepPrograms:
             max_rows=shape.max_rows,
             mesh=mesh,
         )
-        pool = pool_shapes(layout, shape.num_pages, shape.page_size, shape.kv_dtype)
+        pool = pool_shapes(layout, shape.num_pages, shape.page_size, shape.kv_dtype, ops.name)
         self._params = self._everywhere(model.params)
         self._pool = self._everywhere(pool)
         slots, vocab = shape.limits.max_batch_rows + 1, model.vocab_size

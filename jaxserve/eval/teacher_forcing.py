@@ -15,12 +15,13 @@ import jax
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.core.backends import make_ops
+from jaxserve.core.backends import default_page_size, make_ops
 from jaxserve.core.buckets import Bucket
 from jaxserve.core.kv_layout import kv_layout
 from jaxserve.core.kv_pool import KVPool, make_pool
 from jaxserve.core.ops import Ops
 from jaxserve.core.step_batch import StepBatch
+from jaxserve.engine.backend_settings import settle_backend
 from jaxserve.engine.batch_builder import build_batch
 from jaxserve.engine.engine_shape import resolve_dtype, resolve_kv_dtype
 from jaxserve.engine.plan import Plan, Scheduled
@@ -50,24 +51,27 @@ class TeacherForced:
         chunk). context: tokens of the longest window. They fix every shape, so that texts of all
         lengths share compiled programs.
 
-        Raises ModelLoadError if the model breaks its contract, NotImplementedError for an unknown
-        backend.
+        Raises ModelLoadError if the model breaks its contract, InvalidRequestError for a backend
+        that cannot run it.
         """
         kv_spec = model.model.kv_spec(model.config)
         dtype = resolve_dtype(config.dtype)
+        config = settle_backend(config, kv_spec, jax.devices()[0])
         self._ops = make_ops(config.attention_backend, kv_spec)
         check_contract(model.model, model.config, self._ops, dtype.name)
         self._model = model
         layout = kv_layout(kv_spec)
         self._num_groups = layout.num_tables
-        self._page_size = config.page_size
-        self._pages = -(-context // config.page_size)
+        self._page_size = page_size = config.page_size or default_page_size(self._ops.name)
+        self._pages = -(-context // page_size)
         self.chunk_tokens = min(config.max_batch_tokens, context)
         self._bucket = Bucket(
             decode_rows=0, width=1, prefill_rows=1, prefill_tokens=self.chunk_tokens
         )
         num_pages = self._num_groups * self._pages + 1  # with page 0
-        self._pool = make_pool(layout, num_pages, config.page_size, resolve_kv_dtype(config))
+        self._pool = make_pool(
+            layout, num_pages, page_size, resolve_kv_dtype(config), backend=self._ops.name
+        )
 
     @property
     def params(self) -> Params:
@@ -83,7 +87,7 @@ class TeacherForced:
         """How it is served: the formats of its matrices, the backend, the cache's type."""
         leaves = jax.tree.leaves(self.params, is_leaf=_is_packed)
         formats = {leaf.format_name if _is_packed(leaf) else leaf.dtype.name for leaf in leaves}
-        cache = self._pool.keys[0].dtype.name
+        cache = jax.tree.leaves(self._pool)[0].dtype.name
         return f"weights {', '.join(sorted(formats))}; backend {self._ops.name}; KV cache {cache}"
 
     def run(self, token_ids: Sequence[int]) -> Iterator[Chunk]:

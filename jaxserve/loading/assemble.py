@@ -9,7 +9,7 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 from jaxserve.errors import ModelLoadError
 from jaxserve.loading.aligned_array import aligned_copy, aligned_empty
 from jaxserve.loading.hf_quantization import may_be_left_over
-from jaxserve.loading.packed_params import load_packed_param, packed_param_shape
+from jaxserve.loading.packed_params import load_packed_param, packed_param_shape, stays_packed
 from jaxserve.loading.quantize_on_load import QuantizingSource
 from jaxserve.loading.random_init import standard_noise
 from jaxserve.loading.tensor_source import ArraySource, TensorSource
@@ -67,8 +67,8 @@ def assemble(
     """The tree of model.param_specs(config), filled from `source`, on the default device.
 
     dtype: numpy name of the parameters' type where a spec does not pin one. layout: None for plain
-    arrays only; "rows" or "panels" to keep every packable parameter as the file packs it, in that
-    layout (a QuantizedArray, or StackedRows of several). Host memory holds two parameters beside
+    arrays only; "rows", "panels" or "gpu" to keep every packable parameter as the file packs it, in
+    that layout (a QuantizedArray, or StackedRows of several). Host memory holds two parameters beside
     the result at most. Raises ModelLoadError listing every tensor that is missing, left over or
     misshaped.
     """
@@ -76,8 +76,9 @@ def assemble(
     _check_tensors(params, source)
 
     def load(param: _Param) -> Leaf:
-        if layout is not None and param.spec.packable:
-            return load_packed_param(source, param.names, param.dtype, layout)
+        kept = _layout(param, source, param.names, layout)
+        if kept is not None:
+            return load_packed_param(source, param.names, param.dtype, kept)
         return _load_joined(source, param)
 
     return jax.tree.unflatten(treedef, _on_device(load, params, progress))
@@ -101,15 +102,25 @@ def param_shapes(
         _check_tensors(params, source)
 
     def shape(param: _Param) -> Any:
-        if layout is None or not param.spec.packable:
-            return jax.ShapeDtypeStruct(param.spec.shape, param.dtype)
         names, of = (param.names, source) if source is not None else _drawn(param)
         if quantization is not None:
             of = QuantizingSource(of, quantization)
-        packed = packed_param_shape(of, names, param.dtype, layout)
+        kept = _layout(param, of, names, layout)
+        if kept is None:
+            return jax.ShapeDtypeStruct(param.spec.shape, param.dtype)
+        packed = packed_param_shape(of, names, param.dtype, kept)
         return jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), packed)
 
     return jax.tree.unflatten(treedef, [shape(param) for param in params])
+
+
+def _layout(
+    param: _Param, source: TensorSource, names: Sequence[str], layout: str | None
+) -> str | None:
+    """The layout the parameter of these tensors is kept in; None: it is a plain array."""
+    if layout is None or not param.spec.packable or not stays_packed(source, names, layout):
+        return None
+    return layout
 
 
 def _drawn(param: _Param) -> tuple[tuple[str, ...], TensorSource]:
@@ -135,12 +146,13 @@ def random_params(
 
     def make(param: _Param) -> Leaf:
         values = draw(param)
-        if layout is None or not param.spec.packable:
-            return values
         source: TensorSource = ArraySource({param.names[0]: values}, param.path)
         if quantization is not None:
             source = QuantizingSource(source, quantization)
-        return load_packed_param(source, param.names[:1], param.dtype, layout)
+        kept = _layout(param, source, param.names[:1], layout)
+        if kept is None:
+            return values
+        return load_packed_param(source, param.names[:1], param.dtype, kept)
 
     def draw(param: _Param) -> np.ndarray:
         if param.spec.init == "zeros":

@@ -21,6 +21,17 @@ from pallas_kernels.quantized_matmul import (
 _DENSE_FORMATS = {np.dtype(np.float16): "f16", np.dtype(ml_dtypes.bfloat16): "bf16"}
 
 
+def stays_packed(source: TensorSource, names: Sequence[str], layout: str) -> bool:
+    """Whether a parameter of these tensors is kept packed in that layout, by their headers.
+
+    On a GPU, XLA's own products are the best there are of matrices that nobody packed: those stay
+    plain arrays. CPU kernels want them rearranged, too.
+    """
+    if layout != "gpu":
+        return True
+    return any(source.packed_shape(name).format.kind != "dense" for name in names)
+
+
 def load_packed_param(
     source: TensorSource, names: Sequence[str], dtype: np.dtype, layout: str
 ) -> QuantizedArray | StackedRows:

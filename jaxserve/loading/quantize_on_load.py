@@ -1,22 +1,24 @@
-"""`--quantization int8|int4`: plain matrices become packed ones while they are loaded.
+"""`--quantization int8|int4|fp8`: plain matrices become packed ones while they are loaded.
 
-Only rounding, without calibration data: int8 has one scale per output row; int4 has a scale and a
-zero point per group of 32 inputs. Embedding and unembedding keep int8 under int4 too, as others
-do: every logit and every token's first vector goes through them.
+Only rounding, without calibration data: int8 and fp8 (e4m3, arXiv:2209.05433) have one scale per
+output row; int4 has a scale and a zero point per group of 32 inputs. Embedding and unembedding keep
+int8 under the others too: every logit and every token's first vector goes through them.
 """
 
 from collections.abc import Iterable, Iterator
 
+import ml_dtypes
 import numpy as np
 
 from jaxserve.core.backends import weight_layout
-from jaxserve.errors import ModelLoadError
+from jaxserve.errors import InvalidRequestError, ModelLoadError
 from jaxserve.loading.packed_codes import grouped_shape, pack_nibbles
 from jaxserve.loading.tensor_source import TensorSource
 from pallas_kernels.quantized_matmul.array import QuantizedArray
 
-SCHEMES = ("int8", "int4")
+SCHEMES = ("int8", "int4", "fp8")
 INT4_GROUP = 32
+_LARGEST_FP8 = 448
 
 _WEIGHTS_AT_ONCE = 1 << 18  # bounds what the rounding needs beside the matrix
 _TRIED_SHARES = (1.0, 1.05, 0.95, 0.9)  # of a group's range; more gain less than a hundredth
@@ -27,8 +29,12 @@ def kept_layout(backend: str, scheme: str | None) -> str | None:
     """The layout to load weights in: the backend's, and "rows" where it has none but is asked to.
 
     backend: EngineConfig.attention_backend. scheme: None leaves the checkpoint as it is.
+    Raises InvalidRequestError for a backend that cannot run here.
     """
-    return weight_layout(backend) or (None if scheme is None else "rows")
+    try:
+        return weight_layout(backend) or (None if scheme is None else "rows")
+    except NotImplementedError as error:
+        raise InvalidRequestError(str(error), "attention_backend") from None
 
 
 class QuantizingSource:
@@ -40,7 +46,7 @@ class QuantizingSource:
 
     def __init__(self, source: TensorSource, scheme: str) -> None:
         if scheme not in SCHEMES:
-            raise ModelLoadError(f"quantization is {scheme[:40]!r}; choose {' or '.join(SCHEMES)}")
+            raise ModelLoadError(f"quantization is {scheme[:40]!r}; choose {', '.join(SCHEMES)}")
         self.location = source.location
         self._source = source
         self._scheme = scheme
@@ -62,20 +68,24 @@ class QuantizingSource:
             raise ModelLoadError(f"{self.location}: {self.label(name)} holds infinity or NaN")
         if self._keeps_int8(name, values.shape[1]):
             return quantize_int8(values)
-        return quantize_int4(values)
+        return quantize_fp8(values) if self._scheme == "fp8" else quantize_int4(values)
 
     def packed_shape(self, name: str) -> QuantizedArray:
         kept = self._source.packed_shape(name)
         self._check_dense(name, kept)
         if self._keeps_int8(name, kept.shape[1]):
             return grouped_shape("int8", kept.shape, kept.shape[1], has_zeros=False)
+        if self._scheme == "fp8":
+            return grouped_shape("fp8", kept.shape, kept.shape[1], has_zeros=False)
         return grouped_shape("int4", kept.shape, INT4_GROUP)
 
     def label(self, name: str) -> str:
         return self._source.label(name)
 
     def _keeps_int8(self, name: str, inputs: int) -> bool:
-        return self._scheme == "int8" or name in _KEPT_INT8 or inputs % INT4_GROUP != 0
+        if self._scheme == "int8" or name in _KEPT_INT8:
+            return True
+        return self._scheme == "int4" and inputs % INT4_GROUP != 0
 
     def _check_dense(self, name: str, kept: QuantizedArray) -> None:
         if kept.format.kind != "dense":
@@ -96,6 +106,20 @@ def quantize_int8(values: np.ndarray) -> QuantizedArray:
         codes[piece] = np.rint(rows / np.where(scale == 0, 1, scale))
         scales[piece] = scale
     return QuantizedArray({"codes": codes, "scales": scales}, "int8", (N, K), K)
+
+
+def quantize_fp8(values: np.ndarray) -> QuantizedArray:
+    """[N, K] of any float type in e4m3: one scale per row, its largest weight / 448."""
+    N, K = values.shape
+    codes = np.empty((N, K), np.uint8)
+    scales = np.empty((N, 1), np.float32)
+    for piece in _pieces(N, K):
+        rows = values[piece].astype(np.float32)
+        scale = np.abs(rows).max(axis=1, keepdims=True) / np.float32(_LARGEST_FP8)
+        steps = np.clip(rows / _divisor(scale), -_LARGEST_FP8, _LARGEST_FP8)  # past it: NaN
+        codes[piece] = steps.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        scales[piece] = scale
+    return QuantizedArray({"codes": codes, "scales": scales}, "fp8", (N, K), K)
 
 
 def quantize_int4(values: np.ndarray) -> QuantizedArray:

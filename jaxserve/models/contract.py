@@ -23,7 +23,7 @@ from jaxserve.models.base import Config, ModelDef, ParamSpec, WeightNames
 # One decode row, one prefill chunk and some padding: enough to tell T, R and S apart.
 DECODE_ROWS, PREFILL_TOKENS, ROWS = 2, 5, 3
 TOKENS = DECODE_ROWS + PREFILL_TOKENS
-PAGES, PAGE_SIZE, PAGES_PER_ROW = 6, 4, 2
+PAGES, PAGE_SIZE, PAGES_PER_ROW = 6, 16, 2  # a size that every backend takes
 SAMPLED = 3
 
 
@@ -43,7 +43,7 @@ def check_contract(model: ModelDef, config: Config, ops: Ops, dtype: str = "floa
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype or dtype), specs, is_leaf=_is_spec
     )
     layout = kv_layout(spec)
-    pool = pool_shapes(layout, PAGES, PAGE_SIZE, np.dtype(dtype))
+    pool = pool_shapes(layout, PAGES, PAGE_SIZE, np.dtype(dtype), ops.name)
     attended: set[int] = set()
     watched = replace(ops, attend=_watch(ops.attend, spec, attended, f"{where}: forward"))
     result = _trace(

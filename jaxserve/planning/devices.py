@@ -29,6 +29,11 @@ class Device:
     def is_gpu(self) -> bool:
         return self.name != "cpu"
 
+    @property
+    def is_hopper(self) -> bool:
+        """Whether our GPU kernels run on it."""
+        return self.name in ("h200", "h100")
+
 
 GPUS: Mapping[str, Device] = MappingProxyType(
     {

@@ -34,7 +34,7 @@ def paged_attention(
     query_starts, query_lens, kv_lens [R]. Query i of a row stands at position
     kv_lens - query_lens + i and sees the keys at positions <= its own, at most `window` of them.
     softcap c maps a score s to c * tanh(s / c); sinks [H] are logits of a key without a value;
-    key_scales, value_scales [N, page_size, K] multiply int8 pages, per token and KV head.
+    key_scales, value_scales [N, page_size, K] multiply pages of 8 bits, per token and KV head.
     tree_mask [decode_rows, width, width] replaces causality among a decode row's own queries.
 
     Returns [T, H, D] in q's dtype, zero for padding. Order of pages, other rows, and whatever

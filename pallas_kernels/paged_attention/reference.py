@@ -24,7 +24,7 @@ _INITIAL_MAX = -1e29
 
 
 class _Pages(NamedTuple):
-    """Keys and values [N, page_size, K, D]; scales [N, page_size, K] of int8 pages, else None."""
+    """Keys and values [N, page_size, K, D]; scales [N, page_size, K] of 8-bit pages, else None."""
 
     keys: jax.Array
     values: jax.Array

@@ -1,4 +1,4 @@
-"""Keys and values kept in int8: a quarter of the memory, close to float32, and exact in bits."""
+"""Keys and values kept in 8 bits: a quarter of the memory, close to float32, exact in bits."""
 
 import numpy as np
 import pytest
@@ -22,17 +22,28 @@ def test_bytes_per_token_are_those_of_the_pool() -> None:
     assert spec.bytes_per_token(4) / spec.bytes_per_token(1) > 3.7
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_an_engine_with_int8_keys_and_values_is_close(backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "kept", "bound"),
+    [
+        ("reference", "int8", 0.05),
+        ("cpu", "int8", 0.05),
+        ("reference", "fp8", 0.3),  # three bits of mantissa, where int8 has seven at best
+        ("cpu", "bf16", 0.05),
+    ],
+)
+def test_an_engine_with_small_keys_and_values_is_close(
+    backend: str, kept: str, bound: float
+) -> None:
     model = packed_model("llama-f32")
     options = {"num_pages": AMPLE, "attention_backend": backend}
     plain = drive(tiny_engine(model, **options), requests("greedy", 1))
-    engine = tiny_engine(model, **options, kv_cache_dtype="int8")
+    engine = tiny_engine(model, **options, kv_cache_dtype=kept)
     small = drive(engine, requests("greedy", 1))
-    assert engine.runner.pool.keys[0].dtype == np.int8
+    names = {"int8": "int8", "fp8": "float8_e4m3fn", "bf16": "bfloat16"}
+    assert engine.runner.pool.keys[0].dtype.name == names[kept]
     assert small.errors == {}
     for name, events in said(plain).items():
-        assert abs(said(small)[name][0][0] - events[0][0]) < 0.05
+        assert abs(said(small)[name][0][0] - events[0][0]) < bound
     assert said(small) != said(plain)
 
 
@@ -47,5 +58,7 @@ def test_the_bits_of_a_row_are_its_own_in_int8_too() -> None:
 
 
 def test_other_types_are_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="kv_cache_dtype is 'fp8'; choose auto or int8"):
-        EngineConfig(kv_cache_dtype="fp8")
+    with pytest.raises(
+        InvalidRequestError, match="'fp4'; choose auto, bf16, int8 or fp8"
+    ):
+        EngineConfig(kv_cache_dtype="fp4")

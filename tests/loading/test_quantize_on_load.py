@@ -13,7 +13,12 @@ from safetensors.numpy import save_file
 
 from jaxserve.errors import ModelLoadError
 from jaxserve.loading.assemble import assemble
-from jaxserve.loading.quantize_on_load import QuantizingSource, quantize_int4, quantize_int8
+from jaxserve.loading.quantize_on_load import (
+    QuantizingSource,
+    quantize_fp8,
+    quantize_int4,
+    quantize_int8,
+)
 from jaxserve.loading.safetensors_file import SafetensorsFolder
 from jaxserve.loading.tensor_source import ArraySource
 from jaxserve.models.llama import MODEL
@@ -42,6 +47,18 @@ def test_int8_is_within_half_a_step_of_its_row(values: np.ndarray) -> None:
     error = np.abs(expanded(packed).astype(np.float64) - values)
     assert (error <= step * 0.50001 + 1e-37).all()
     assert np.abs(packed.parts["codes"].astype(int)).max() <= 127
+
+
+@settings(max_examples=60, deadline=None)
+@given(hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=2), elements=FLOATS))
+def test_fp8_is_within_half_a_step_of_each_number(values: np.ndarray) -> None:
+    """A step of e4m3 is an eighth of the power of two below, or a 512th of the scale."""
+    packed = quantize_fp8(values)
+    scale = np.abs(values).max(axis=1, keepdims=True).astype(np.float64) / 448
+    np.testing.assert_allclose(packed.parts["scales"], scale, rtol=1e-6, atol=1e-45)
+    step = np.maximum(np.abs(values.astype(np.float64)) / 8, scale / 512)
+    error = np.abs(expanded(packed).astype(np.float64) - values)
+    assert (error <= step * 0.50001 + 1e-37).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,7 +120,11 @@ def tensors() -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(
     ("scheme", "formats"),
-    [("int8", ["int8"] * 4), ("int4", ["int8", "int8", "int4", "int8"])],
+    [
+        ("int8", ["int8"] * 4),
+        ("int4", ["int8", "int8", "int4", "int8"]),
+        ("fp8", ["int8", "int8", "fp8", "fp8"]),
+    ],
 )
 def test_the_vocabulary_keeps_8_bits(scheme: str, formats: list[str]) -> None:
     """And so does a matrix whose inputs are no whole groups."""
@@ -120,7 +141,7 @@ def test_the_vocabulary_keeps_8_bits(scheme: str, formats: list[str]) -> None:
 
 
 def test_refusals(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="quantization is 'int3'; choose int8 or int4"):
+    with pytest.raises(ModelLoadError, match="quantization is 'int3'; choose int8, int4, fp8"):
         QuantizingSource(ArraySource({}), "int3")
     twice = QuantizingSource(QuantizingSource(ArraySource(tensors()), "int4"), "int8")
     with pytest.raises(ModelLoadError, match=r"a\.weight is packed already \(int4\); leave out"):
@@ -134,7 +155,7 @@ def test_refusals(tmp_path: Path) -> None:
     assert str(tmp_path) in str(caught.value)
 
 
-@pytest.mark.parametrize(("scheme", "bound"), [("int8", 0.04), ("int4", 0.4)])
+@pytest.mark.parametrize(("scheme", "bound"), [("int8", 0.04), ("int4", 0.4), ("fp8", 0.2)])
 def test_a_model_keeps_close_to_its_floats(scheme: str, bound: float) -> None:
     config = MODEL.config_from_hf(LLAMA)
     plain = ArraySource(tiny_tensors(LLAMA))
