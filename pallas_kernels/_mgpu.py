@@ -235,7 +235,7 @@ def swizzle_transforms(columns: int, dtype: Any, span: int = 128) -> tuple[Any, 
     """Transforms of a [..., n, columns] operand of TMA and wgmma in shared memory.
 
     The widest swizzle (128, 64 or 32 bytes) that divides a row, at most `span`; slices along
-    columns must be multiples of it. None if a row is no multiple of 32 bytes or span is less.
+    columns must be multiples of it. Empty if a row is no multiple of 32 bytes or span is less.
     """
     dtype = jnp.dtype(dtype)
     bits = jax.dtypes.itemsize_bits(dtype)

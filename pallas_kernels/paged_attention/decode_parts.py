@@ -1,0 +1,484 @@
+"""One step of the decode kernel, piece by piece: copies, scores, softmax, values, output."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import _mgpu as mgpu
+from pallas_kernels.paged_attention.decode_layout import LOG2_E, Layout
+
+# Masked scores lie far below the first maximum, so that exp2(masked - maximum) is exactly 0.
+_MASKED = -1e30
+_FIRST_MAX = -1e29
+# log2 of a value's scale, at least: sums of 2^(score - maximum) then stay in float32.
+_LEAST_SCALE = 2.0**-60
+
+_WGMMA = mgpu.Layout.WGMMA
+_BY_KEY = _WGMMA.reduce(1)
+_BY_COLUMN = _WGMMA.reduce(0)
+
+# Running maximum and sum [n] float32, and the pieces [64, n] of the weighted values.
+State = tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]
+
+
+@dataclass(frozen=True)
+class Refs:
+    """The kernel's arrays; those that a call does not have are None."""
+
+    page_table: Any  # int32 [B, P]
+    query_lens: Any  # int32 [B]
+    kv_lens: Any  # int32 [B]
+    layer: Any  # int32 [1]
+    q: Any  # [B * K * parts * groups * n, D]
+    keys: Any  # [A * N * K * page, D]
+    values: Any  # like keys, or 8-bit [A * N * K * D, page]
+    key_scales: Any  # float32 [A * N * K, page] or None
+    value_scales: Any
+    marks: Any  # int32 [B * parts, groups, 2, n] or None
+    sinks: Any  # float32 [K * parts, groups, n] or None
+    outs: tuple[Any, ...]
+    q_s: Any
+    keys_s: Any  # [stages, keys, D]
+    values_s: Any  # [stages, keys, D], or 8-bit [stages, pieces, D, piece]
+    p_s: Any  # [groups, n, keys]
+    out_s: Any  # [groups, n, 64]
+    stats_s: Any  # [groups, 2, n]
+    scales_s: Any  # [stages, 2, keys] or None
+    marks_s: Any
+    sinks_s: Any
+    q_ready: Any  # [groups]
+    keys_ready: Any  # [stages]
+    values_ready: Any  # [stages]
+    free: Any  # [stages], used between groups
+    clean: Any  # used between groups
+
+
+@dataclass(frozen=True)
+class Span:
+    """Keys of one thread block: `count` tiles from the piece `first` on; `end` pieces hold keys.
+
+    low: the first position that any query of the row sees; own: that of the row's first query.
+    """
+
+    first: jax.Array
+    count: jax.Array
+    end: jax.Array
+    low: jax.Array
+    own: jax.Array
+    kv_len: jax.Array
+
+    def pages(self, plan: Layout, r: Refs, row: jax.Array, tile: jax.Array) -> list[jax.Array]:
+        """Page ids of a tile's pieces. Loaded early: nothing else hides their latency."""
+        of_piece = [(self.first + tile * plan.pieces + p) * plan.piece for p in range(plan.pieces)]
+        last = jnp.int32(plan.table_width - 1)
+        return [r.page_table[row, jnp.minimum(lax.div(x, plan.page), last)] for x in of_piece]
+
+
+def scratch_of(plan: Layout) -> list[Any]:
+    """Shared memory, in the order in which `operands_of` takes it."""
+    tile, n, groups, D = plan.tile, plan.group_columns, plan.groups, plan.head_dim
+    dtype, compute = plan.cache_dtype, plan.compute_dtype
+
+    def operand(shape: tuple[int, ...], dtype: jnp.dtype, span: int = 128) -> Any:
+        return mgpu.SMEM(shape, dtype, transforms=mgpu.swizzle_transforms(shape[-1], dtype, span))
+
+    values = (tile.stages, plan.pieces, D, plan.piece) if plan.eight_bit else None
+    p_span = plan.piece * compute.itemsize if plan.eight_bit else 128
+    out_dtype = plan.out_dtype if plan.splits == 1 else jnp.dtype(jnp.float32)
+    scratch = [
+        operand((groups, n, D), compute),
+        operand((tile.stages, tile.keys, D), dtype),
+        operand(values or (tile.stages, tile.keys, D), dtype),
+        operand((groups, n, tile.keys), compute, p_span),
+        mgpu.SMEM((groups, n, 64), out_dtype),
+        mgpu.SMEM((groups, 2, n), jnp.float32),
+    ]
+    if plan.scaled:
+        scratch.append(mgpu.SMEM((tile.stages, 2, tile.keys), jnp.float32))
+    if plan.width > 1:
+        scratch.append(mgpu.SMEM((groups, 2, n), jnp.int32))
+    if plan.sinks and plan.splits == 1:
+        scratch.append(mgpu.SMEM((groups, n), jnp.float32))
+    beside = 1 + (plan.width > 1) + (plan.sinks and plan.splits == 1)
+    scratch.append(mgpu.Barrier(num_arrivals=beside, num_barriers=groups))
+    with_keys = plan.pieces * (3 if plan.scaled else 1)
+    scratch.append(mgpu.Barrier(num_arrivals=with_keys, num_barriers=tile.stages))
+    scratch.append(mgpu.Barrier(num_arrivals=plan.pieces, num_barriers=tile.stages))
+    if groups > 1:
+        scratch.append(mgpu.Barrier(num_arrivals=groups, num_barriers=tile.stages))
+        scratch.append(mgpu.Barrier())
+    return scratch
+
+
+def operands_of(plan: Layout, refs: Sequence[Any]) -> Refs:
+    """Names for the positional refs of a call."""
+    rest = iter(refs)
+
+    def take(count: int, present: bool = True) -> list[Any]:
+        return [next(rest) if present else None for _ in range(count)]
+
+    verify, sinks = plan.width > 1, plan.sinks and plan.splits == 1
+    inputs = take(7) + take(2, plan.scaled) + take(1, verify) + take(1, sinks)
+    outs = tuple(take(1 if plan.splits == 1 else 2))
+    buffers = take(6) + take(1, plan.scaled) + take(1, verify) + take(1, sinks)
+    barriers = take(3) + take(2, plan.groups > 1)
+    named: list[Any] = [*inputs, outs, *buffers, *barriers]
+    return Refs(*named)
+
+
+def span_of(plan: Layout, r: Refs, row: jax.Array, split: jax.Array) -> Span:
+    """What this thread block reads. A row without queries has no keys."""
+    kv_len, queries = r.kv_lens[row], r.query_lens[row]
+    own = kv_len - queries
+    low = jnp.int32(0)
+    if plan.window is not None:
+        low = jnp.maximum(own - (plan.window - 1), 0)
+    first = lax.div(low, jnp.int32(plan.piece))
+    end = lax.div(kv_len + (plan.piece - 1), jnp.int32(plan.piece))
+    end = jnp.where(queries > 0, end, first)
+    tiles = lax.div(end - first + (plan.pieces - 1), jnp.int32(plan.pieces))
+    least = max(1, plan.tile.min_keys // plan.tile.keys)
+    each = jnp.maximum(lax.div(tiles + (plan.splits - 1), jnp.int32(plan.splits)), least)
+    start = split * each
+    count = jnp.clip(tiles - start, 0, each)
+    return Span(first + start * plan.pieces, count, end, low, own, kv_len)
+
+
+def start_tile(
+    plan: Layout,
+    r: Refs,
+    span: Span,
+    head: jax.Array,
+    tile: jax.Array,
+    pages: list[jax.Array],
+) -> None:
+    """Ask for a tile's pieces; one that holds no keys only arrives at the barriers."""
+    slot = lax.rem(tile, jnp.int32(plan.tile.stages))
+    for p, page in enumerate(pages):
+        piece = span.first + tile * plan.pieces + p
+        if plan.pieces == 1:
+            _start_piece(plan, r, head, slot, piece, p, page)
+            continue
+        live = piece < span.end
+
+        @mgpu.when(live)
+        def _(p: int = p, page: jax.Array = page, piece: jax.Array = piece) -> None:
+            _start_piece(plan, r, head, slot, piece, p, page)
+
+        @mgpu.when(jnp.logical_not(live))
+        def _() -> None:
+            for _ in range(3 if plan.scaled else 1):
+                mgpu.barrier_arrive(r.keys_ready.at[slot])
+            mgpu.barrier_arrive(r.values_ready.at[slot])
+
+
+def _start_piece(
+    plan: Layout,
+    r: Refs,
+    head: jax.Array,
+    slot: jax.Array,
+    piece: jax.Array,
+    p: int,
+    page: jax.Array,
+) -> None:
+    kv_head = head if plan.parts == 1 else lax.div(head, jnp.int32(plan.parts))
+    block = (r.layer[0] * plan.pages_per_layer + page) * plan.kv_heads + kv_head
+    offset = lax.rem(piece * plan.piece, jnp.int32(plan.page))
+    tokens = mgpu.ds(block * plan.page + offset, plan.piece)
+    here, part = mgpu.ds(offset, plan.piece), mgpu.ds(p * plan.piece, plan.piece)
+    mgpu.copy_gmem_to_smem(
+        r.keys.at[tokens], r.keys_s.at[slot, part], r.keys_ready.at[slot], name="keys"
+    )
+    if plan.scaled:
+        for i, scales in enumerate((r.key_scales, r.value_scales)):
+            mgpu.copy_gmem_to_smem(
+                scales.at[block, here],
+                r.scales_s.at[slot, i, part],
+                r.keys_ready.at[slot],
+                name="scales",
+            )
+    if plan.eight_bit:
+        source = r.values.at[mgpu.ds(block * plan.head_dim, plan.head_dim), here]
+        target = r.values_s.at[slot, p]
+    else:
+        source, target = r.values.at[tokens], r.values_s.at[slot, part]
+    mgpu.copy_gmem_to_smem(source, target, r.values_ready.at[slot], name="values")
+
+
+def first_state(plan: Layout) -> State:
+    n = plan.group_columns
+    maximum = mgpu.layout_cast(jnp.full((n,), _FIRST_MAX, jnp.float32), _BY_COLUMN)
+    total = mgpu.layout_cast(jnp.zeros((n,), jnp.float32), _BY_COLUMN)
+    values = tuple(
+        mgpu.layout_cast(jnp.zeros((64, n), jnp.float32), _WGMMA) for _ in plan.value_chunks
+    )
+    return maximum, total, values
+
+
+def step(
+    plan: Layout,
+    r: Refs,
+    span: Span,
+    row: jax.Array,
+    head: jax.Array,
+    group: jax.Array,
+    i: jax.Array,
+    state: State,
+) -> State:
+    """Take tile i into the running softmax, and ask for the tile that will lie in its slot."""
+    maximum, total, values = state
+    slot = lax.rem(i, jnp.int32(plan.tile.stages))
+    coming = i + plan.tile.stages
+    pages = span.pages(plan, r, row, coming)
+    mgpu.barrier_wait(r.keys_ready.at[slot])
+    scores, weight_scales = _scores(plan, r, slot, group)
+    start = (span.first + i * plan.pieces) * plan.piece
+    visible = _visible(plan, r, span, start, group)
+    scores = jnp.where(visible, scores, _MASKED)
+    peaks = scores
+    if weight_scales is not None:
+        weight_scales = jnp.where(visible, weight_scales, 0.0)
+        peaks = scores + jnp.log2(jnp.maximum(weight_scales, _LEAST_SCALE))
+    new_maximum = jnp.maximum(maximum, peaks.max(axis=0))
+    keep = jnp.exp2(maximum - new_maximum)
+    weights = jnp.exp2(scores - lax.broadcast_in_dim(new_maximum, scores.shape, [1]))
+    total = total * keep + weights.sum(axis=0)
+    if weight_scales is not None:
+        weights = weights * weight_scales
+    r.p_s.at[group].T[...] = mgpu.layout_cast(
+        weights.astype(plan.compute_dtype), mgpu.Layout.WGMMA_TRANSPOSED
+    )
+    mgpu.commit_smem()
+    mgpu.barrier_wait(r.values_ready.at[slot])
+    if plan.cache_dtype != jnp.int8:
+        _clear_unseen_values(plan, r, span, slot, start, group)
+    scaled = tuple(x * lax.broadcast_in_dim(keep, x.shape, [1]) for x in values)
+    values = _add_values(plan, r, slot, group, scaled)
+    mgpu.commit_smem()
+    if plan.groups > 1:
+        mgpu.barrier_arrive(r.free.at[slot])
+
+    @mgpu.when(group == 0)
+    def _() -> None:
+        if plan.groups > 1:
+            mgpu.barrier_wait(r.free.at[slot])
+
+        @mgpu.when(coming < span.count)
+        def _() -> None:
+            start_tile(plan, r, span, head, coming, pages)
+
+    return new_maximum, total, values
+
+
+def _scores(
+    plan: Layout, r: Refs, slot: jax.Array, group: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """S^T [keys, n] in powers of two, and the values' scales [keys, n] of a scaled cache."""
+    shape = (plan.tile.keys, plan.group_columns)
+    keys, queries = r.keys_s.at[slot], r.q_s.at[group]
+    if plan.eight_bit:
+
+        def multiply(acc: Any) -> None:
+            for at, width in plan.key_chunks:
+                chunk, part = keys, queries
+                if len(plan.key_chunks) > 1:
+                    chunk, part = (x.at[:, mgpu.ds(at, width)] for x in (keys, queries))
+                mgpu.wgmma(acc, _widened(plan, chunk, width), part.T)
+                _spare_registers(plan)
+
+        scores = mgpu.multiplied(shape, multiply)
+    else:
+        scores = mgpu.multiplied(shape, lambda acc: mgpu.wgmma(acc, keys, queries.T))
+    scales = None
+    if plan.scaled:
+        of_keys, of_values = (
+            lax.broadcast_in_dim(mgpu.load(r.scales_s.at[slot, i], layout=_BY_KEY), shape, [0])
+            for i in range(2)
+        )
+        scores, scales = scores * of_keys, of_values
+    if plan.softcap is None:
+        return scores * (plan.scale * LOG2_E), scales
+    # tanh x = 1 - 2 / (1 + e^2x), which the approximate exponential keeps exact enough.
+    doubled = jnp.exp2(scores * (2 * LOG2_E * plan.scale / plan.softcap))
+    return (1.0 - 2.0 / (1.0 + doubled)) * (plan.softcap * LOG2_E), scales
+
+
+def _widened(plan: Layout, ref: Any, width: int) -> jax.Array:
+    """8-bit numbers [64 or 128, width] from shared memory as the left operand of a product."""
+    if width % 32:
+        return mgpu.load(ref, layout=_WGMMA, optimized=False).astype(plan.compute_dtype)
+    packed = mgpu.load(ref, layout=mgpu.Layout.WGMMA_UPCAST_2X)
+    return mgpu.layout_cast(packed, _WGMMA).astype(plan.compute_dtype)
+
+
+def _spare_registers(plan: Layout) -> None:
+    """Await a product before the next operand is loaded, where sums leave no room for both."""
+    if plan.group_columns > 16:
+        mgpu.wgmma_wait(0)
+
+
+def _transposed(plan: Layout, values: Any, at: int) -> Any:
+    """V^T [64, keys] of columns at to at + 64 of 16-bit values [keys, D], as a left operand.
+
+    The tensor core reads transposed operands from memory in whole 128 bytes; a head_dim of 80 or
+    96 is stored in less, and is turned around in registers.
+    """
+    if plan.head_dim == 64:
+        return values.T
+    chunk = values.at[:, mgpu.ds(at, 64)].T
+    if plan.head_dim % 64 == 0:
+        return chunk
+    held = mgpu.load(chunk, layout=mgpu.Layout.WGMMA_TRANSPOSED)
+    return mgpu.layout_cast(held, _WGMMA)
+
+
+def _visible(plan: Layout, r: Refs, span: Span, start: jax.Array, group: jax.Array) -> jax.Array:
+    """Which query sees which key of the tile at position `start`, bool [keys, n]."""
+    shape = (plan.tile.keys, plan.group_columns)
+    from_own = mgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_WGMMA) + (start - span.own)
+    if plan.width == 1:
+        visible = from_own <= 0
+        if plan.window is not None:
+            visible &= from_own > -plan.window
+        return visible
+    words, reach = (
+        lax.broadcast_in_dim(mgpu.load(r.marks_s.at[group, i], layout=_BY_COLUMN), shape, [1])
+        for i in range(2)
+    )
+    bit = jnp.clip(from_own, 0, 31)
+    sees = (lax.shift_right_logical(words, bit) & 1) - 1
+    before = from_own < 0
+    return jnp.where(before, from_own - reach, sees) >= 0
+
+
+def _clear_unseen_values(
+    plan: Layout,
+    r: Refs,
+    span: Span,
+    slot: jax.Array,
+    start: jax.Array,
+    group: jax.Array,
+) -> None:
+    """Zeros for values that no query sees: they may be NaN, and 0 * NaN is not 0."""
+
+    def clear(ref: Any, axis: int, offset: int, layout: Any, optimized: bool) -> None:
+        at = mgpu.broadcasted_iota(jnp.int32, ref.shape, axis, layout=_WGMMA) + (start + offset)
+        seen = (at >= span.low) & (at < span.kv_len)
+        held = mgpu.load(ref, layout=layout, optimized=optimized)
+        if plan.eight_bit:  # no arithmetic on 8 bits; float16 holds them all
+            held = mgpu.layout_cast(held, _WGMMA).astype(plan.compute_dtype)
+        cleared = jnp.where(seen, held, jnp.zeros_like(held)).astype(ref.dtype)
+        ref[...] = cleared
+
+    @mgpu.when((group == 0) & ((start < span.low) | (start + plan.tile.keys > span.kv_len)))
+    def _() -> None:
+        for at in plan.value_chunks:
+            if not plan.eight_bit:
+                clear(r.values_s.at[slot, :, mgpu.ds(at, 64)], 0, 0, _WGMMA, True)
+                continue
+            for p in range(plan.pieces):
+                narrow = plan.piece % 32 != 0
+                layout = _WGMMA if narrow else mgpu.Layout.WGMMA_UPCAST_2X
+                ref = r.values_s.at[slot, p, mgpu.ds(at, 64)]
+                clear(ref, 1, p * plan.piece, layout, not narrow)
+        mgpu.commit_smem()
+
+    if plan.groups > 1:
+
+        @mgpu.when(group == 0)
+        def _() -> None:
+            mgpu.barrier_arrive(r.clean)
+
+        mgpu.barrier_wait(r.clean)
+
+
+def _add_values(
+    plan: Layout,
+    r: Refs,
+    slot: jax.Array,
+    group: jax.Array,
+    values: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:
+    """values + V^T P^T, piece of head_dim by piece."""
+    weights = r.p_s.at[group]
+
+    def multiply(accs: tuple[Any, ...]) -> None:
+        for acc, at in zip(accs, plan.value_chunks, strict=True):
+            if not plan.eight_bit:
+                mgpu.wgmma(acc, _transposed(plan, r.values_s.at[slot], at), weights.T)
+                if plan.head_dim % 64:
+                    _spare_registers(plan)
+                continue
+            for p in range(plan.pieces):
+                chunk = r.values_s.at[slot, p, mgpu.ds(at, 64)]
+                part = weights
+                if plan.pieces > 1:
+                    part = weights.at[:, mgpu.ds(p * plan.piece, plan.piece)]
+                mgpu.wgmma(acc, _widened(plan, chunk, plan.piece), part.T)
+                _spare_registers(plan)
+
+    return mgpu.accumulate(values, multiply)
+
+
+def finish(
+    plan: Layout,
+    r: Refs,
+    span: Span,
+    row: jax.Array,
+    head: jax.Array,
+    group: jax.Array,
+    state: State,
+) -> None:
+    """Write the output, or this split's part of it with its maximum and sum.
+
+    A split without keys writes no part: its sum is zero.
+    """
+    maximum, total, values = state
+    if plan.splits > 1:
+        split = lax.axis_index("split")
+        stats = r.stats_s.at[group]
+        stats[0], stats[1] = maximum, total
+
+        @mgpu.when(span.count > 0)
+        def _() -> None:
+            _write(plan, r.outs[0].at[split, row, head], r.out_s, group, values)
+
+        block = (split * plan.rows + row) * plan.kv_heads * plan.parts + head
+        mgpu.copy_smem_to_gmem(stats, r.outs[1].at[block * plan.groups + group])
+        mgpu.wait_smem_to_gmem(0)
+        return
+    if r.sinks_s is not None:
+        sink = mgpu.load(r.sinks_s.at[group], layout=_BY_COLUMN)
+        most = jnp.maximum(maximum, sink)
+        keep = jnp.exp2(maximum - most)
+        total = total * keep + jnp.exp2(sink - most)
+    else:
+        keep = jnp.ones_like(total)
+    factor = keep / jnp.where(total == 0, 1.0, total)
+    values = tuple(x * lax.broadcast_in_dim(factor, x.shape, [1]) for x in values)
+    _write(plan, r.outs[0].at[row, head], r.out_s, group, values)
+
+
+def _write(
+    plan: Layout, out: Any, out_s: Any, group: jax.Array, values: Sequence[jax.Array]
+) -> None:
+    """Pieces [64, n] of O^T to out [columns, D], through a buffer of one piece."""
+    buffer = out_s.at[group]
+    for at, x in zip(plan.value_chunks, values, strict=True):
+        buffer.T[...] = mgpu.layout_cast(x.astype(out_s.dtype), mgpu.Layout.WGMMA_TRANSPOSED)
+        mgpu.commit_smem()
+        for g in range(plan.groups):
+            first = g * plan.group_columns
+            rows = min(plan.group_columns, plan.part_columns - first)
+
+            @mgpu.when(group == g)
+            def _(g: int = g, first: int = first, rows: int = rows, at: int = at) -> None:
+                mgpu.copy_smem_to_gmem(
+                    out_s.at[g, mgpu.ds(0, rows)], out.at[mgpu.ds(first, rows), mgpu.ds(at, 64)]
+                )
+
+        mgpu.wait_smem_to_gmem(0)
