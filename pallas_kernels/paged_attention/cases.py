@@ -56,3 +56,36 @@ ODD_CASES = (
     Case("long", ((1, 1500), (1, 640)), ((9, 1000),), num_heads=9, num_kv_heads=3, head_dim=64),
     Case("tree-window", ((5, 140), (4, 66)), width=5, window=30, tree=True, sinks=True),
 )
+
+# Prefill rows for the GPU kernel, whose tiles are 128 rows (tokens times heads of a group), and 128
+# or 64 keys: chunks with and without a prefix, one-token rows, empty rows, padding, and rows that
+# begin at no multiple of 8.
+GPU_PREFILL_CASES = (
+    Case("prefix-g4", (), ((70, 131),), num_heads=4, num_kv_heads=1, head_dim=64, pad_tokens=10),
+    Case("rows-g1", (), ((1, 1), (0, 0), (7, 64), (3, 65)), num_kv_heads=4, head_dim=80),
+    Case(
+        "halves-g1", (), ((140, 190),), num_heads=1, num_kv_heads=1, head_dim=64, page_size=64,
+        window=100, softcap=30.0,
+    ),
+    Case(
+        "long-g5", (), ((20, 999),), num_heads=5, num_kv_heads=1, head_dim=96, page_size=32,
+        sinks=True,
+    ),
+    Case(
+        "window-g8", (), ((33, 300), (5, 300)), num_heads=8, num_kv_heads=1, head_dim=128,
+        page_size=128, window=100,
+    ),
+    Case(
+        "softcap-g7", (), ((17, 65),), num_heads=14, num_kv_heads=2, head_dim=256, page_size=64,
+        softcap=30.0, pad_tokens=3,
+    ),
+    Case(
+        "window1-g16", (), ((9, 63), (0, 0), (5, 64)), num_heads=16, num_kv_heads=1, head_dim=128,
+        window=1, sinks=True,
+    ),
+    Case(
+        "wide-page", (), ((11, 200),), num_heads=2, num_kv_heads=2, head_dim=256, page_size=128,
+        window=64,
+    ),
+    Case("small-page-g4", (), ((37, 150),), num_kv_heads=1, head_dim=80, window=100, sinks=True),
+)  # fmt: skip

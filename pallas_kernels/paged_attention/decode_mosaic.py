@@ -12,7 +12,7 @@ key's scale multiplies its row of S^T, a value's scale its row of P^T. The runni
 over scores plus log2 of the value's scale: P^T times the scale then stays within [0, 1], which is
 what lets fp8 use float16.
 
-`decode_parts.py` has the arithmetic of one step, `decode_tiles.py` the tile shapes with reasons.
+`decode_step.py` has the arithmetic of one step, `decode_tiles.py` the tile shapes with reasons.
 """
 
 import functools
@@ -32,17 +32,15 @@ from pallas_kernels.paged_attention.decode_layout import (
     pack_queries,
     pack_sinks,
 )
-from pallas_kernels.paged_attention.decode_parts import (
+from pallas_kernels.paged_attention.decode_refs import (
     Refs,
     Span,
-    finish,
-    first_state,
     operands_of,
     scratch_of,
     span_of,
     start_tile,
-    step,
 )
+from pallas_kernels.paged_attention.decode_step import finish, first_state, step
 from pallas_kernels.paged_attention.decode_tiles import DecodeTile
 
 
