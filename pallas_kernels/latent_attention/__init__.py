@@ -40,7 +40,7 @@ def latent_attention(
     Raises ValueError for shapes that do not fit, NotImplementedError for an unknown backend.
     """
     check_shapes(q, latent_pages, page_table, query_lens, decode_rows, width, value_dim)
-    _check_scales(latent_pages, latent_scales)
+    check_scales(latent_pages, latent_scales)
     if backend != "reference":
         raise NotImplementedError(
             f"latent_attention has no backend {backend!r}; it has: reference (and .mosaic_gpu)"
@@ -90,7 +90,8 @@ def check_shapes(
         raise ValueError("the pool has no pages; page 0 must exist for padding to point at")
 
 
-def _check_scales(latent_pages: jax.Array, latent_scales: jax.Array | None) -> None:
+def check_scales(latent_pages: jax.Array, latent_scales: jax.Array | None) -> None:
+    """Raise ValueError unless 8-bit pages, and only they, come with their scales."""
     A, N, page_size, _ = latent_pages.shape
     want = (A, N, 2, page_size) if latent_pages.dtype.itemsize == 1 else None
     got = None if latent_scales is None else latent_scales.shape

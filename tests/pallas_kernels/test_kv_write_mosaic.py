@@ -113,7 +113,7 @@ def test_several_tokens_a_block_change_no_bit():
     same_bits(one, four)
 
 
-@pytest.mark.parametrize("dtype", (jnp.int8, jnp.float8_e4m3fn), ids=lambda d: jnp.dtype(d).name)
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn], ids=lambda d: jnp.dtype(d).name)
 def test_numbers_that_are_tiny_zero_or_not_finite(dtype):
     k, v = tokens(6, 64)
     k = k.at[0, 0].set(0).at[1, 1].set(1e-40).at[2, 0, 7].set(jnp.nan).at[3, 1, 63].set(-jnp.inf)
@@ -204,14 +204,14 @@ def rotated_write(pages, k, v, slots, layer, cos, sin):
 
 
 @pytest.mark.parametrize("dtype", KINDS, ids=lambda d: jnp.dtype(d).name)
-@pytest.mark.parametrize("D", (64, 80, 96, 128, 192, 256))
+@pytest.mark.parametrize("D", [64, 80, 96, 128, 192, 256])
 def test_lowers_for_cuda(dtype, D: int):
     assert "mosaic_gpu" in lower_cuda(rotated_write, *arguments(dtype, 64, D)).as_text()
 
 
 @pytest.mark.sm90a
 @pytest.mark.parametrize("dtype", KINDS, ids=lambda d: jnp.dtype(d).name)
-@pytest.mark.parametrize("D", (80, 128))
+@pytest.mark.parametrize("D", [80, 128])
 def test_compiles_for_hopper(dtype, D: int):
     (kernel,) = compile_sm90a(rotated_write, *arguments(dtype, 64, D)).kernels
     assert kernel.registers <= 64

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.latent_inputs import make_inputs, oracle, softmax_scale
 
 from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.latent_attention.cases import CASES, Case
+from tests.support.latent_inputs import make_inputs, oracle, softmax_scale
 
 MIXED = Case("mixed", ((1, 33), (0, 0)), ((9, 61), (3, 140)), pad_tokens=2)
 
