@@ -17,7 +17,7 @@ _TOP_GROUP = 16  # one cache line of float32
 def argmax(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Largest value and its lowest index per row: [S, N] -> ([S], [S] int32). Rows with a NaN give
     anything: XLA:CPU's maximum passes some of them by."""
-    groups = _grouped(values, _ARGMAX_GROUP)  # [S, G, group]
+    groups = _grouped(values, min(_ARGMAX_GROUP, values.shape[1]))  # [S, G, group]
     maxima = jnp.max(groups, axis=2)
     group = jnp.argmax(maxima, axis=1)  # [S]
     members = jnp.take_along_axis(groups, group[:, None, None], axis=1)[:, 0]
