@@ -2,17 +2,17 @@
 
 import typer
 
-from checkpoints_tools import distill, train_draft
+from checkpoints_tools import distill, inspect, train_draft, verify
 
 app = typer.Typer(
     name="checkpoints_tools",
-    help="Make checkpoints for jaxserve: drafts for speculative decoding.",
+    help="Make drafts for speculative decoding, and look into checkpoints.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (train_draft, distill):
+for module in (train_draft, distill, inspect, verify):
     module.register(app)
 
 

@@ -5,14 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxserve.loading.gguf_config import hf_config
-from jaxserve.loading.gguf_file import GGUFFile
-from jaxserve.loading.hub import resolve
-from jaxserve.loading.json_file import read_json_object
+from checkpoints_tools.open_checkpoint import open_checkpoint
 from jaxserve.loading.load import load_model
 from jaxserve.loading.loaded_model import LoadedModel
 
-_PLAIN_RESULTS = ("_name_or_path", "transformers_version", "quantization_config", "torch_dtype")
+_LEFT_OUT = ("_name_or_path", "transformers_version", "quantization_config", "torch_dtype")
 
 
 @dataclass(frozen=True)
@@ -26,10 +23,9 @@ class Target:
     json_config: Mapping[str, Any]
 
 
-def load_target(name: str, tell: Callable[[str], None], model_file: str | None = None) -> Target:
+def load_target(name: str, tell: Callable[[str], None]) -> Target:
     """Raises ModelLoadError and PullError as `load_model` does."""
-    path = resolve(name)
-    model = load_model(name, dtype="float32", model_file=model_file, progress=tell)
-    config = read_json_object(path / "config.json") if path.is_dir() else hf_config(GGUFFile(path))
-    kept = {key: value for key, value in config.items() if key not in _PLAIN_RESULTS}
+    path, config, _ = open_checkpoint(name)
+    model = load_model(name, dtype="float32", progress=tell)
+    kept = {key: value for key, value in config.items() if key not in _LEFT_OUT}
     return Target(name, path, model, kept)

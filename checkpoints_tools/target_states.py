@@ -5,7 +5,8 @@ as float16 (they are normed, and small), its layers' inputs as bfloat16 (some re
 """
 
 import json
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,8 @@ from jaxserve.models.base import Config, ModelDef, Params
 
 Advance = Callable[[int], None]
 TAP_TYPE = np.dtype(ml_dtypes.bfloat16)
+HIDDEN, TAPS = "hidden.f16", "taps.bf16"  # arrays of a folder of states
+KEEP_SECONDS = 20.0  # of work that may be lost
 
 
 @dataclass(frozen=True)
@@ -78,62 +81,84 @@ def target_states(
     rows: int,
     advance: Advance,
 ) -> TargetStates:
-    """The states of these windows: from `path` if they are all there, else computed into it.
+    """The states of these windows: what `path` holds of them, and the rest computed into it.
 
     rows: windows at a time. advance: is told how many more windows there are. Raises
     ModelLoadError if the target gives no such taps, or numbers that are not finite.
     """
     path.mkdir(parents=True, exist_ok=True)
     N, L = windows.tokens.shape
-    about = {"windows": windows.fingerprint(), "taps": list(tap_names), "target": target.name}
-    done_file = path / "states.json"
-    kept = _read_about(done_file) == about
-    done_file.unlink(missing_ok=True) if not kept else None
     run = partial(_states, target.model, target.config, _ops(target, L), tap_names)
     shapes = jax.eval_shape(run, target.params, *(np.zeros((rows, L), np.int32),) * 3)
-    mode: Any = "r" if kept else "w+"
-    widths = [shape.shape[-1] for shape in shapes]
-    hidden = _map(path / "hidden.f16", np.dtype(np.float16), mode, (N, L, widths[0]))
-    taps = _map(path / "taps.bf16", TAP_TYPE, mode, (N, L, widths[1]))
-    if kept:
-        advance(N)
-        return TargetStates(windows, hidden, taps)
-    for start in range(0, N, rows):
-        part = windows.take(_padded(start, N, rows))
+    about = {"windows": windows.fingerprint(), "taps": list(tap_names), "target": target.name}
+    done = _Done(path / "states.json", about)
+    kept = done.count if (path / HIDDEN).is_file() else 0
+    mode: Any = "r+" if kept else "w+"
+    hidden = _map(path / HIDDEN, np.dtype(np.float16), mode, (N, L, shapes[0].shape[-1]))
+    taps = _map(path / TAPS, TAP_TYPE, mode, (N, L, shapes[1].shape[-1]))
+    advance(kept)
+    for start in range(kept, N, rows):
         count = min(rows, N - start)
+        part = windows.take(np.minimum(np.arange(start, start + rows), N - 1))
         got = jax.device_get(run(target.params, part.tokens, part.rows, part.positions))
-        for name, values in zip(("hidden states", "taps"), got, strict=True):
-            if not np.isfinite(values).all() or np.abs(got[0]).max() > np.finfo(np.float16).max:
-                raise ModelLoadError(
-                    f"{target.name}: the {name} of window {start} are not finite, or too large "
-                    "for float16; are the weights damaged?"
-                )
+        _check(target.name, start, *got)
         hidden[start : start + count] = got[0][:count]
         taps[start : start + count] = got[1][:count].astype(TAP_TYPE)
+        done.write(start + count, final=start + count == N, arrays=(hidden, taps))
         advance(count)
-    done_file.write_text(json.dumps(about))
     return TargetStates(windows, hidden, taps)
+
+
+class _Done:
+    """How many windows the files hold, in a file beside them."""
+
+    def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
+        self._path = path
+        self._about = about
+        self._written = time.monotonic()
+        found = _read(path)
+        self.count = found.get("done", 0) if found.get("about") == about else 0
+
+    def write(self, count: int, final: bool, arrays: tuple[np.ndarray, ...]) -> None:
+        """Now and then, after the arrays themselves are on disk."""
+        if not final and time.monotonic() - self._written < KEEP_SECONDS:
+            return
+        for array in arrays:
+            if isinstance(array, np.memmap):
+                array.flush()
+        self._path.write_text(json.dumps({"done": count, "about": self._about}))
+        self._written = time.monotonic()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _check(name: str, window: int, hidden: np.ndarray, taps: np.ndarray) -> None:
+    if not (np.isfinite(hidden).all() and np.isfinite(taps).all()):
+        raise ModelLoadError(
+            f"{name}: the hidden states of window {window} are not finite; are its weights damaged?"
+        )
+    largest = np.abs(hidden).max(initial=0)
+    if largest > np.finfo(np.float16).max:
+        raise ModelLoadError(
+            f"{name}: the hidden states of window {window} reach {largest:.3g}; they are kept as "
+            "float16, so this target cannot be learnt from"
+        )
 
 
 def _ops(target: LoadedModel, length: int) -> Ops:
     return sequence_ops(target.model.kv_spec(target.config), length)
 
 
-def _padded(start: int, total: int, rows: int) -> np.ndarray:
-    return np.minimum(np.arange(start, start + rows), total - 1)
-
-
 def _map(path: Path, dtype: np.dtype, mode: Any, shape: tuple[int, ...]) -> np.ndarray:
     if 0 in shape:  # no taps: a file cannot be mapped that has no bytes
         return np.zeros(shape, dtype)
     return np.memmap(path, dtype, mode, shape=shape)
-
-
-def _read_about(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))

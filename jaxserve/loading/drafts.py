@@ -1,8 +1,7 @@
-"""Draft checkpoints: EAGLE, EAGLE-3 and Medusa folders, in their published layouts.
+"""Draft checkpoints: EAGLE, EAGLE-3 and Medusa folders in their published layouts, MTP modules.
 
 What a folder is shows in the names of its tensors, since the published config.json files do not
-agree on a word for it. Token embeddings that a folder holds are the target's, which were not
-trained, and are not read.
+agree on a word for it.
 """
 
 import re
@@ -26,11 +25,13 @@ from jaxserve.models.drafts.base import DraftTensors, FeatureDraft, TargetSizes,
 from jaxserve.models.drafts.eagle import EAGLE
 from jaxserve.models.drafts.eagle3 import EAGLE3
 from jaxserve.models.drafts.medusa import MEDUSA
+from jaxserve.models.drafts.mtp import MTP
 from pallas_kernels.quantized_matmul.array import QuantizedArray
 
 _MEDUSA_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.weight")
 _MEDUSA_UNEMBED = re.compile(r"\d+\.\d+\.weight")
-_TARGETS_OWN = ("embed_tokens.weight",)
+# Tables that are the target's: they were not trained, or are copies of what the target has.
+_TARGETS_OWN = ("embed_tokens.weight", "shared_head.head.weight")
 _TO_TARGET, _IN_DRAFT = "d2t", "t2d"
 
 
@@ -73,7 +74,8 @@ def load_draft(
     except ModelLoadError as error:
         raise ModelLoadError(f"{path}: {error}") from error
     vocab_size = getattr(config, "draft_vocab_size", target_config.vocab_size)
-    source: TensorSource = _DraftTensors(folder, draft.name, target_config.vocab_size)
+    prefix = getattr(config, "prefix", "")
+    source: TensorSource = _DraftTensors(folder, prefix, draft.name, target_config.vocab_size)
     if quantization is not None:
         source = QuantizingSource(source, quantization)
     params = assemble(draft, config, source, dtype, progress, weight_layout)
@@ -92,11 +94,13 @@ def _kind(
     if any(_MEDUSA_BLOCK.fullmatch(name) for name in names):
         shared = not any(_MEDUSA_UNEMBED.fullmatch(name) for name in names)
         return MEDUSA, medusa.config_from_hf({**config, **_medusa_sizes(names)}, target, shared)
+    if f"model.layers.{target.num_layers}.eh_proj.weight" in names:
+        return MTP, MTP.config_from_hf(config, target)
     some = ", ".join(sorted(names)[:3])[:120]
     raise ModelLoadError(
-        f"no draft of a known kind: the tensors are {some} ...; want EAGLE's fc.weight, EAGLE-3's "
-        "midlayer.*, or Medusa's 0.0.linear.weight. A smaller model of its own goes with the "
-        "method draft-model"
+        f"no draft of a known kind: the tensors are {some} ...; want EAGLE's fc.weight, "
+        "EAGLE-3's midlayer.*, Medusa's 0.0.linear.weight, or an MTP module's eh_proj behind the "
+        "target's last layer. A smaller model of its own goes with the method draft-model"
     )
 
 
@@ -110,30 +114,33 @@ def _medusa_sizes(names: Iterable[str]) -> dict[str, int]:
 
 
 class _DraftTensors:
-    """The folder's weights, and EAGLE-3's d2t as the numbers it holds."""
+    """The folder's weights whose names begin so, and EAGLE-3's d2t as the numbers it holds."""
 
-    def __init__(self, folder: SafetensorsFolder, kind: str, target_vocab_size: int) -> None:
+    def __init__(
+        self, folder: SafetensorsFolder, prefix: str, kind: str, target_vocab_size: int
+    ) -> None:
         self.location = folder.location
         self._folder = folder
-        self._names = [name for name in folder.names() if name not in (*_TARGETS_OWN, _IN_DRAFT)]
-        self._identity: int | None = None
-        if kind == "eagle3":
-            self._check_vocabulary(target_vocab_size)
+        left_out = {_IN_DRAFT, *(prefix + name for name in _TARGETS_OWN)}
+        self._names = [
+            name for name in folder.names() if name.startswith(prefix) and name not in left_out
+        ]
+        self._offsets = _offsets(folder, target_vocab_size) if kind == "eagle3" else None
+        if self._offsets is not None and _TO_TARGET not in self._names:
+            self._names.append(_TO_TARGET)
 
     def names(self) -> Iterable[str]:
         return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        if name == _TO_TARGET and self._identity is not None:
-            return (self._identity,)
+        if name == _TO_TARGET and self._offsets is not None:
+            return self._offsets.shape
         return self._folder.shape(name)
 
     def load(self, name: str) -> np.ndarray:
-        if name != _TO_TARGET:
-            return self._folder.load(name)
-        if self._identity is not None:
-            return np.zeros(self._identity, np.float32)
-        return aligned_copy(self._folder.raw(name), np.float32)  # exact below 2**24, as ids are
+        if name == _TO_TARGET and self._offsets is not None:
+            return aligned_copy(self._offsets, np.float32)  # exact below 2**24, as ids are
+        return self._folder.load(name)
 
     def load_packed(self, name: str) -> QuantizedArray:
         return self._folder.load_packed(name)
@@ -144,30 +151,28 @@ class _DraftTensors:
     def label(self, name: str) -> str:
         return name
 
-    def _check_vocabulary(self, target_vocab_size: int) -> None:
-        """d2t leads into the target's vocabulary; it may be missing where both are the same."""
-        if _TO_TARGET not in self._names:
-            rows = (
-                self._folder.shape("lm_head.weight")[0] if self._folder.has("lm_head.weight") else 0
-            )
-            if rows != target_vocab_size:
-                raise ModelLoadError(
-                    f"{self.location}: no tensor d2t, which says what the {rows} words of lm_head "
-                    f"are among the target's {target_vocab_size}"
-                )
-            self._names.append(_TO_TARGET)
-            self._identity = rows
-            return
-        offsets = self._folder.raw(_TO_TARGET)
-        if offsets.ndim != 1 or offsets.dtype.kind not in "iu":
+
+def _offsets(folder: SafetensorsFolder, target_vocab_size: int) -> np.ndarray:
+    """d2t, checked to lead into the target's vocabulary; zeros if the draft has all of it."""
+    if not folder.has(_TO_TARGET):
+        rows = folder.shape("lm_head.weight")[0] if folder.has("lm_head.weight") else 0
+        if rows != target_vocab_size:
             raise ModelLoadError(
-                f"{self.location}: d2t is {offsets.dtype} {list(offsets.shape)}; want whole "
-                "numbers, one for each word of the draft"
+                f"{folder.location}: no tensor d2t, which says what the {rows} words of lm_head "
+                f"are among the target's {target_vocab_size}"
             )
-        ids = np.arange(len(offsets)) + offsets.astype(np.int64)
-        wrong = np.flatnonzero((ids < 0) | (ids >= target_vocab_size))
-        if wrong.size:
-            raise ModelLoadError(
-                f"{self.location}: d2t makes draft word {wrong[0]} the target's {ids[wrong[0]]}, "
-                f"whose vocabulary is 0 to {target_vocab_size - 1}"
-            )
+        return np.zeros(rows, np.int64)
+    offsets = folder.raw(_TO_TARGET)
+    if offsets.ndim != 1 or offsets.dtype.kind not in "iu":
+        raise ModelLoadError(
+            f"{folder.location}: d2t is {offsets.dtype} {list(offsets.shape)}; want whole "
+            "numbers, one for each word of the draft"
+        )
+    ids = np.arange(len(offsets)) + offsets.astype(np.int64)
+    wrong = np.flatnonzero((ids < 0) | (ids >= target_vocab_size))
+    if wrong.size:
+        raise ModelLoadError(
+            f"{folder.location}: d2t makes draft word {wrong[0]} the target's {ids[wrong[0]]}, "
+            f"whose vocabulary is 0 to {target_vocab_size - 1}"
+        )
+    return offsets
