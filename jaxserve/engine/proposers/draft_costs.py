@@ -93,7 +93,10 @@ class DraftCosts:
             return points[0][1]
         right = next((i for i, (w, _) in enumerate(points) if w > width), len(points) - 1)
         (w0, r0), (w1, r1) = points[max(right, 1) - 1 : max(right, 1) + 1]
-        return max(r0 + (r1 - r0) / (w1 - w0) * (width - w0), r0)
+        slope = (r1 - r0) / (w1 - w0)
+        if width > w1:  # a line that falls counts as level there
+            return r1 + max(slope, 0.0) * (width - w1)
+        return r0 + slope * (width - w0)
 
     def candidates(self) -> list[int]:
         """The widths above 1 to choose from: those measured and the next larger one, so that no
