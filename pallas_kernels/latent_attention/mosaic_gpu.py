@@ -141,7 +141,7 @@ def latent_attention_mosaic(
             merged = jnp.where(real[..., None], merged, 0).astype(q.dtype)
             split = decode_rows * width * H
             out[:split] = merged.reshape(split, value_dim)
-    if decode_rows * width < T:
+    if decode_rows * width < T and decode_rows < query_lens.shape[0]:
         plan = plan_prefill(
             query_starts,
             query_lens,
@@ -206,7 +206,7 @@ def _scratch(kernel: _Kernel, result: Any) -> dict[str, Any]:
         return mgpu.SMEM(shape, dtype, transforms=mgpu.swizzle_transforms(shape[-1], dtype))
 
     ring = tile((_STAGES, KEYS, C), kernel.pages_dtype)
-    tokens = (ring, tile((KEYS, C), kernel.out_dtype)) if kernel.quantized else (ring,)
+    tokens = (ring, tile((1, KEYS, C), kernel.out_dtype)) if kernel.quantized else (ring,)
     copies = KEYS // kernel.copy_tokens
     scratch = {
         "queries": tile((ROWS, C), kernel.out_dtype),
@@ -395,9 +395,11 @@ def _compute(
         first_key = (block.lo + i) * KEYS
         mgpu.barrier_wait(full.at[slot])
         if kernel.quantized:
-            tile = whole
+            # Always 0, but not so that a compiler knows: else it computes where every slice of the
+            # tile lies before the loop, and keeps that in registers that there are not.
+            tile = whole.at[lax.div(i, 1 << 20)]
             _meet(met)  # the other warpgroup may still read the last tile
-            _dequantize(kernel, block, warpgroup, ring.at[slot], scales.at[slot], whole, first_key)
+            _dequantize(kernel, block, warpgroup, ring.at[slot], scales.at[slot], tile, first_key)
             mgpu.barrier_arrive(empty.at[slot])
             _meet(met)
         else:
@@ -425,10 +427,15 @@ def _compute(
     return lax.fori_loop(0, block.tiles, step, (acc, rows(_FIRST_MAXIMUM), rows(0.0)))
 
 
-def _columns(kernel: _Kernel, warpgroup: jax.Array, start: int = 0, size: int | None = None) -> Any:
-    """A warpgroup's value columns, or `size` of them from `start`."""
-    first = mgpu.multiple_of(warpgroup * kernel.half + start, _CHUNK)
-    return mgpu.ds(first, size or kernel.half)
+def _columns(kernel: _Kernel, warpgroup: jax.Array) -> Any:
+    """A warpgroup's value columns."""
+    return mgpu.ds(mgpu.multiple_of(warpgroup * kernel.half, _CHUNK), kernel.half)
+
+
+def _chunk(kernel: _Kernel, warpgroup: jax.Array, index: jax.Array) -> Any:
+    """The index-th _CHUNK of them."""
+    first = warpgroup * kernel.half + index * _CHUNK
+    return mgpu.ds(mgpu.multiple_of(first, _CHUNK), _CHUNK)
 
 
 def _meet(met: Any) -> None:
@@ -457,11 +464,13 @@ def _clear_tail(
 
     @mgpu.when(first_key + KEYS > block.end)
     def _() -> None:
-        for start in range(0, kernel.half, _CHUNK):
-            chunk = tile.at[:, _columns(kernel, warpgroup, start, _CHUNK)]
+        def clear(i: jax.Array, _: None) -> None:
+            chunk = tile.at[:, _chunk(kernel, warpgroup, i)]
             key = mgpu.broadcasted_iota(jnp.int32, (KEYS, _CHUNK), 0, layout=_WGMMA)
             held = mgpu.load(chunk, layout=_WGMMA)
             chunk[...] = jnp.where(key + first_key < block.end, held, jnp.zeros_like(held))
+
+        lax.fori_loop(0, kernel.half // _CHUNK, clear, None)
         mgpu.commit_smem()
         _meet(met)
 
@@ -488,8 +497,10 @@ def _dequantize(
         seen = jnp.where(key + first_key < block.end, numbers, 0.0)
         whole[:, columns] = seen.astype(kernel.out_dtype)
 
-    for start in range(0, kernel.half, _CHUNK):
-        convert(_columns(kernel, warpgroup, start, _CHUNK), 0)
+    # Loops, not unrolled: chunks side by side would not fit in registers beside the sums.
+    lax.fori_loop(
+        0, kernel.half // _CHUNK, lambda i, _: convert(_chunk(kernel, warpgroup, i), 0), None
+    )
 
     @mgpu.when(warpgroup == 0)
     def _() -> None:
