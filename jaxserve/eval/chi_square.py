@@ -18,8 +18,10 @@ class ChiSquare(NamedTuple):
     @property
     def p_value(self) -> float:
         """The chance of a statistic at least as large if there is no difference."""
-        if self.degrees == 0:
-            return 1.0 if self.statistic == 0.0 else 0.0
+        if self.degrees == 0:  # one cell alone
+            return 1.0
+        if self.statistic == np.inf:
+            return 0.0
         return float(gammaincc(self.degrees / 2, self.statistic / 2))
 
 

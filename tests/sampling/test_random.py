@@ -5,7 +5,7 @@ import pytest
 from jax.extend.random import threefry_2x32
 
 from jaxserve.sampling import random
-from jaxserve.sampling.random import DRAW, threefry2x32
+from jaxserve.sampling.random import ACCEPT, DRAW, threefry2x32
 from tests.support import sampling_oracle
 
 # Compiled as a whole: op by op, a hundred small programs would be built.
@@ -94,3 +94,18 @@ def test_position_and_choice_and_seed_words_all_matter():
         for seed, choice, position in variants
     }
     assert len(keys) == len(variants)
+
+
+def test_uniform_numbers_are_the_generators_for_token_0_and_never_0_or_1(monkeypatch):
+    keys = np.random.default_rng(1).integers(0, 2**32, (2000, 2), dtype=np.uint32)
+    found = np.asarray(jax.jit(random.uniform, static_argnums=1)(keys, ACCEPT), np.float64)
+    words = keys.astype(np.uint64)
+    bits, _ = sampling_oracle.threefry((words[:, 0], words[:, 1]), (0, ACCEPT))
+    np.testing.assert_allclose(found, bits / 2.0**32, atol=1e-7)
+    for extreme in (0, 2**32 - 1):
+        monkeypatch.setattr(
+            random,
+            "threefry2x32",
+            lambda *_, bits=extreme: (jnp.full((1, 1), bits, jnp.uint32), None),
+        )
+        assert 0.0 < float(random.uniform(jnp.zeros((1, 2), jnp.uint32), ACCEPT)[0]) < 1.0

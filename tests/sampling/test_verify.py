@@ -38,12 +38,12 @@ def started(vocab=TOY):
     return jax.tree.map(np.asarray, state)
 
 
-def mixed_drafts(truth, width, seed):
+def mixed_drafts(truth, most, seed):
     """For each row a number of drafts, of which some first ones are true."""
     rng = np.random.default_rng(seed)
     drafts = []
     for row, tokens in enumerate(truth):
-        count = 0 if row == seed % len(truth) else rng.integers(1, width)
+        count = 0 if row == seed % len(truth) else rng.integers(1, most + 1)
         good = rng.integers(0, count + 1)
         if row % 3 == 0:
             good = count
@@ -52,14 +52,16 @@ def mixed_drafts(truth, width, seed):
     return drafts
 
 
-@pytest.mark.parametrize("width", range(2, 10))
-def test_b26_tokens_logprobs_and_counts_are_those_of_single_steps(width):
+# Any number of drafts up to 8, in rows of 2 and of 9: widths between differ in nothing but the time
+# it takes to compile them.
+@pytest.mark.parametrize(("width", "most"), [(2, 1), *((9, most) for most in range(1, 9))], ids=str)
+def test_b26_tokens_logprobs_and_counts_are_those_of_single_steps(width, most):
     """Rows of every kind side by side, each with a number of drafts of its own or none."""
-    for seed in range(3):
+    for seed in range(2):
         model = table_model(TOY, seed)
         state = started()
-        truth, logprobs, _ = one_by_one(model, [width] * len(KINDS), *KINDS, state=state)
-        drafts = mixed_drafts(truth, width, seed)
+        truth, logprobs, _ = one_by_one(model, [most + 1] * len(KINDS), *KINDS, state=state)
+        drafts = mixed_drafts(truth, most, seed)
         output, after = run_verify(
             padded_drafts(drafts, width), logits_behind(model, drafts, width), *KINDS, state=state
         )
@@ -78,7 +80,7 @@ def test_b26_tokens_logprobs_and_counts_are_those_of_single_steps(width):
                     same_bits(mine, logprobs[row][place])
         counted = one_by_one(model, [count + 1 for count in agreed], *KINDS, state=state)[2]
         same_bits(after, counted)
-        assert {0, width - 1} & set(agreed)
+        assert min(agreed) == 0 < max(agreed)
 
 
 def same_bits(mine, theirs):
@@ -86,17 +88,15 @@ def same_bits(mine, theirs):
         np.testing.assert_array_equal(left, right)
 
 
-@pytest.mark.parametrize("width", [2, 5])
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_rows_without_drafts_are_what_sample_makes_of_them(width, stochastic):
-    vocab = 2400
+def test_rows_without_drafts_are_what_sample_makes_of_them():
+    """Beside a row that has one, with a distribution, so that nothing is skipped."""
+    vocab, width = 2400, 2
     logits = np.random.default_rng(1).normal(size=(len(KINDS), width, vocab)).astype(np.float32) * 3
     state = started(vocab)
     single, counted = run(logits[:, 0], *KINDS, state=state, bucket=len(KINDS))
     drafts = np.full((len(KINDS), width - 1), -1)
-    probs = np.full((len(KINDS), width - 1, vocab), 1 / vocab, np.float32) if stochastic else None
-    if stochastic:  # one row has them, so that its judgement runs beside the others
-        drafts[4] = 7
+    drafts[4] = 7
+    probs = np.full((len(KINDS), width - 1, vocab), 1 / vocab, np.float32)
     output, after = run_verify(drafts, logits, *KINDS, state=state, draft_probs=probs)
     without = [row for row in range(len(KINDS)) if drafts[row, 0] < 0]
     for mine, theirs in zip(jax.tree.leaves(output), jax.tree.leaves(single), strict=True):
@@ -153,19 +153,14 @@ def test_idle_rows_and_rows_without_numbers_leave_the_others_their_bits():
     assert after.output_counts[2].sum() == 0
 
 
-def test_padding_of_the_vocabulary_and_drafts_beyond_it_take_part_in_nothing():
+def test_b38_drafts_beyond_the_vocabulary_end_their_rows_drafts():
     model = table_model(TOY)
     rows = [KINDS[1], KINDS[2], KINDS[5], KINDS[7]]
     drafts = [[1, TOY + 3, 2], [TOY], [2, 3], [TOY + 63, 1]]
-    logits = logits_behind(model, drafts, 4)
-    logits[:, :, :] = np.nan_to_num(logits)
-    padded = np.concatenate([logits, np.full((4, 4, 64), 50.0, np.float32)], axis=2)
-    output, after = run_verify(
-        padded_drafts(drafts, 4), padded, *rows, vocab_size=TOY, state=started()
-    )
-    cut = [[1], [], [2, 3], []]
-    expected, counted = run_verify(padded_drafts(cut, 4), logits, *rows, state=started())
-    same_bits((output, after), (expected, counted))
+    logits = np.nan_to_num(logits_behind(model, drafts, 4), nan=9.0)
+    output, after = run_verify(padded_drafts(drafts, 4), logits, *rows, state=started())
+    cut = padded_drafts([[1], [], [2, 3], []], 4)
+    same_bits((output, after), run_verify(cut, logits, *rows, state=started()))
     assert output.ok.all()
 
 

@@ -8,10 +8,11 @@ import numpy as np
 
 from jaxserve.core.step_batch import SamplingState, StepOutput
 from jaxserve.sampling import make_state, verify
-from jaxserve.sampling.residual import CLASSIC, Rule
 from tests.support.sampling_runs import SLOTS, batch_of, run
 
-_compiled = jax.jit(verify, static_argnames=("vocab_size", "rule"))
+_compiled = jax.jit(verify, static_argnames="vocab_size")
+
+PADDING = 24
 
 # Logits [V] that follow a row's new tokens: a model, as far as sampling is concerned.
 Model = Callable[[int, tuple[int, ...]], np.ndarray]
@@ -52,12 +53,14 @@ def run_verify(
     draft_probs: Any = None,
     coupled: Any = None,
     state: SamplingState | None = None,
-    vocab_size: int | None = None,
-    rule: Rule = CLASSIC,
 ) -> tuple[StepOutput, SamplingState]:
-    """Verify once: drafts [R, W - 1], logits [R, W, V]; results as numpy."""
+    """Verify once: drafts [R, W - 1], logits [R, W, V]; results as numpy.
+
+    The logits are padded with high ones: padding takes part in nothing (b38).
+    """
     logits = np.asarray(logits, np.float32)
-    vocab = vocab_size or logits.shape[2]
+    vocab = logits.shape[2]
+    logits = np.pad(logits, ((0, 0), (0, 0), (0, PADDING)), constant_values=50.0)
     results = _compiled(
         np.asarray(drafts, np.int32),
         draft_probs,
@@ -66,7 +69,6 @@ def run_verify(
         state or make_state(SLOTS, vocab),
         vocab_size=vocab,
         coupled=coupled,
-        rule=rule,
     )
     return jax.tree.map(np.asarray, results)
 
