@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.speculative_config import SpeculativeConfig
 
 MAX_ROWS_LIMIT = 1024
 SCHEDULING_POLICIES = ("fcfs", "priority", "prefix")
@@ -39,6 +40,7 @@ class EngineConfig:
     batching: str = "continuous"  # static: a batch ends as one; a baseline for benchmarks
     num_pages: int | None = None  # overrides kv_memory (tests, exact experiments)
     attention_backend: str = "auto"  # auto: the best this machine has (see core/backends.py)
+    speculative: SpeculativeConfig | None = None  # drafts of what comes next, verified together
     seed: int = 0  # root of the draws of requests that carry no seed
 
     def __post_init__(self) -> None:

@@ -43,6 +43,7 @@ from jaxserve.loading.model_cache import home
 from jaxserve.loading.quantize_on_load import kept_layout
 from jaxserve.loading.tokenizer import Tokenizer
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.speculative_config import SpeculativeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -380,6 +381,9 @@ def _end(client: EngineClient, loader: ProgramLoader) -> None:
 
 
 def _engine_config(fields: Mapping[str, Any]) -> EngineConfig:
+    fields = dict(fields)
+    if "speculative_config" in fields:  # vLLM's name
+        fields["speculative"] = fields.pop("speculative_config")
     known = {field.name for field in dataclasses.fields(EngineConfig)}
     unknown = sorted(set(fields) - known)
     if unknown:
@@ -387,4 +391,6 @@ def _engine_config(fields: Mapping[str, Any]) -> EngineConfig:
             f"LLM has no argument {unknown[0]!r}; besides the model it takes "
             + ", ".join(sorted(known))
         )
+    if isinstance(fields.get("speculative"), str | Mapping):
+        fields = {**fields, "speculative": SpeculativeConfig.parse(fields["speculative"])}
     return EngineConfig(**{"max_stall": 0, **fields})  # results come whole: nobody's stream stalls

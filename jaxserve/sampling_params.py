@@ -18,6 +18,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_CHARS = 1_000
 MAX_STOP_TOKEN_IDS = 48  # with up to 16 EOS ids of the model they fill SamplingBatch.suppress_ids
 MAX_LOGIT_BIAS = 512
+MAX_DRAFTS = 32  # of a request in a step
 _INT64 = 2**63
 
 
@@ -30,6 +31,8 @@ class SamplingParams:
     Ties at a filter's threshold are all kept, so a result never depends on the order of ties.
     logprobs, prompt_logprobs: for each output or prompt token its own raw log-probability and those
     of so many of the most likely tokens; None: none at all.
+    num_speculative_tokens: most drafts of it that a step may verify; None, or more than the engine
+    speculates with: as many as that. No output depends on it.
 
     Raises InvalidRequestError naming the field when a value is out of range.
     """
@@ -53,6 +56,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         _check_int("n", self.n, 1, MAX_N)
@@ -77,6 +81,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.num_speculative_tokens is not None:
+            _check_int("num_speculative_tokens", self.num_speculative_tokens, 0, MAX_DRAFTS)
         object.__setattr__(self, "stop", _stop_strings(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_ids(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _logit_bias(self.logit_bias))

@@ -60,7 +60,7 @@ def decode_step(engine: Engine, params: SamplingParams, rows: int) -> Callable[[
     plan = engine.scheduler.schedule()
     while len(plan.decode) < rows:
         ran = (*plan.decode, *plan.prefill)
-        engine.scheduler.commit(plan, {item.request.request_id: 7 for item in ran})
+        engine.scheduler.commit(plan, {item.request.request_id: [7] for item in ran})
         plan = engine.scheduler.schedule()
     bucket = pick_bucket(engine.bucket_table, rows, 0, 0)
     shape = engine.shape

@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # Lowest first. Layers on one line are neighbours: they do not import each other.
 LAYERS = (
     ("jaxserve.errors",),
-    ("jaxserve.sampling_params", "jaxserve.config"),
+    ("jaxserve.sampling_params",),
+    ("jaxserve.speculative_config",),
+    ("jaxserve.config",),
     ("pallas_kernels",),
     ("jaxserve.core",),
     ("jaxserve.layers", "jaxserve.sampling"),

@@ -69,6 +69,7 @@ def batch_command(
     scheduling: opt.Scheduling = "priority",
     batching: opt.Batching = "continuous",
     page_size: opt.PageSize = opt.DEFAULTS.page_size,
+    speculative: opt.Speculative = None,
     seed: opt.Seed = opt.DEFAULTS.seed,
     model_file: opt.ModelFile = None,
     chat_template: opt.ChatTemplateFile = None,

@@ -9,6 +9,7 @@ import typer
 
 from jaxserve.cli.byte_size import parse_byte_size, show_byte_size
 from jaxserve.config import DEFAULT_KV_MEMORY, MAX_THREADS, EngineConfig
+from jaxserve.speculative_config import SpeculativeConfig
 
 _PANEL = "Engine"
 DEFAULT_BODY_SIZE = 16 << 20
@@ -166,6 +167,18 @@ PageSize = Annotated[
         "--block-size",
         help="Tokens of a KV page.",
         show_default="64 on Hopper GPUs, else 16",
+        rich_help_panel=_PANEL,
+    ),
+]
+Speculative = Annotated[
+    SpeculativeConfig | None,
+    typer.Option(
+        "--speculative-config",
+        parser=SpeculativeConfig.parse,
+        metavar="JSON",
+        help="Draft tokens and verify several at once; outputs stay the same. Such as "
+        '\'{"method": "ngram", "num_speculative_tokens": 8}\'.',
+        show_default="off",
         rich_help_panel=_PANEL,
     ),
 ]

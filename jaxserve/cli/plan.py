@@ -70,6 +70,7 @@ def plan_command(
     kv_host_memory: opt.KVHostMemory = opt.DEFAULTS.kv_host_memory,
     prefix_cache: opt.PrefixCache = opt.DEFAULTS.prefix_cache,
     page_size: opt.PageSize = opt.DEFAULTS.page_size,
+    speculative: opt.Speculative = None,
     model_file: opt.ModelFile = None,
 ) -> None:
     """Print what MODEL needs and how fast it can be on a device, from its headers alone.

@@ -84,6 +84,7 @@ def serve_command(
     max_stall: opt.MaxStall = opt.DEFAULTS.max_stall,
     batching: opt.Batching = "continuous",
     page_size: opt.PageSize = opt.DEFAULTS.page_size,
+    speculative: opt.Speculative = None,
     seed: opt.Seed = opt.DEFAULTS.seed,
     model_file: opt.ModelFile = None,
     chat_template: opt.ChatTemplateFile = None,

@@ -1,6 +1,7 @@
 """The closed table of step shapes. Every step is padded to one of them, so nothing else compiles.
 
-Two kinds: decode steps (rows only) and mixed steps (all decode rows and some prefill tokens).
+Two kinds: decode steps (rows only) and mixed steps (all decode rows and some prefill tokens). With
+speculation a third: decode steps whose rows own several tokens, to verify drafts.
 A mixed step always carries the largest decode part: one axis varies at a time, so the table has
 about ten entries instead of a product. Plain Python: no jax.
 """
@@ -10,6 +11,10 @@ from dataclasses import dataclass
 
 MAX_PREFILL_ROWS = 8  # prompts that share a step; each costs a row of logits, used or not
 STEP_COST_TOKENS = 64  # what one more step costs (reading the weights, padded decode rows)
+
+# Drafts pay where a step waits for memory. With more tokens than this the arithmetic takes as long,
+# on whatever machine; and each shape is a program to load.
+MAX_VERIFY_TOKENS = 64
 
 _DECODE_ROWS = (1, 4, 16, 64, 128, 256, 512)
 # A step with this much prefill takes at most about twice as long as without, also where every token
@@ -39,11 +44,15 @@ class Bucket:
     def name(self) -> str:
         if self.prefill_tokens:
             return f"mixed{self.decode_rows}+{self.prefill_tokens}"
+        if self.width > 1:
+            return f"verify{self.decode_rows}x{self.width}"
         return f"decode{self.decode_rows}"
 
 
-def bucket_table(max_batch_rows: int, max_batch_tokens: int) -> tuple[Bucket, ...]:
-    """All shapes of an engine, smallest first within each kind.
+def bucket_table(
+    max_batch_rows: int, max_batch_tokens: int, num_drafts: int = 0
+) -> tuple[Bucket, ...]:
+    """All shapes of an engine, smallest first within each kind. num_drafts: of a row at most.
 
     The largest decode bucket holds exactly max_batch_rows rows and the largest mixed bucket
     exactly max_batch_tokens prefill tokens, so whatever the scheduler may plan has a shape.
@@ -66,7 +75,34 @@ def bucket_table(max_batch_rows: int, max_batch_tokens: int) -> tuple[Bucket, ..
         Bucket(max_batch_rows, 1, min(MAX_PREFILL_ROWS, max_batch_rows, tokens), tokens)
         for tokens in prefill_tokens
     ]
-    return (*decode, *mixed)
+    verify = [
+        Bucket(rows, width, 0, 0)
+        for rows in decode_rows
+        for width in verify_widths(num_drafts)
+        if rows * width <= MAX_VERIFY_TOKENS
+    ]
+    return (*decode, *mixed, *verify)
+
+
+def verify_widths(num_drafts: int) -> tuple[int, ...]:
+    """Tokens a row may have in steps that verify: all drafts and the token before them, half as
+    many drafts, and so on."""
+    drafts = []
+    while num_drafts > 0:
+        drafts.append(num_drafts)
+        num_drafts //= 2
+    return tuple(count + 1 for count in sorted(drafts))
+
+
+def most_decode_rows(available: Iterable[Bucket]) -> int:
+    """The rows of the largest of these buckets that are for decode alone; 0 without one."""
+    rows = [b.decode_rows for b in available if b.width == 1 and not b.prefill_tokens]
+    return max(rows, default=0)
+
+
+def widest(available: Iterable[Bucket], num_decode: int) -> int:
+    """Tokens that each of so many decode rows may have, at most, in one of these buckets."""
+    return max((b.width for b in available if b.decode_rows >= num_decode), default=1)
 
 
 def first_bucket(table: Iterable[Bucket]) -> Bucket:
@@ -81,24 +117,31 @@ def largest_bucket(buckets: Iterable[Bucket]) -> Bucket:
 
 
 def pick_bucket(
-    available: Iterable[Bucket], num_decode: int, num_prefill_rows: int, num_prefill_tokens: int
+    available: Iterable[Bucket],
+    num_decode: int,
+    num_prefill_rows: int,
+    num_prefill_tokens: int,
+    width: int = 1,
 ) -> Bucket:
     """The smallest bucket of `available` (the whole table, or the part already compiled) that fits.
 
-    Raises ValueError when none does: a scheduler limit and the table disagree.
+    width: the most tokens of a decode row. Raises ValueError when none does: a scheduler limit and
+    the table disagree.
     """
     available = tuple(available)
     fitting = [
         bucket
         for bucket in available
-        if bucket.decode_rows >= num_decode
+        if (bucket.width >= width if width > 1 else bucket.width == 1)
+        and bucket.decode_rows >= num_decode
         and bucket.prefill_rows >= num_prefill_rows
         and bucket.prefill_tokens >= num_prefill_tokens
     ]
     if not fitting:
         raise ValueError(
-            f"no bucket holds {num_decode} decode rows and {num_prefill_tokens} prefill tokens in "
-            f"{num_prefill_rows} rows; available: {', '.join(b.name for b in available) or 'none'}"
+            f"no bucket holds {num_decode} decode rows of {width} and {num_prefill_tokens} prefill "
+            f"tokens in {num_prefill_rows} rows; available: "
+            f"{', '.join(b.name for b in available) or 'none'}"
         )
     return min(fitting, key=lambda bucket: (bucket.num_tokens, bucket.num_rows))
 

@@ -32,7 +32,7 @@ _THREADS = 2
 class Program:
     """A function on trees of arrays, for arguments of one shape.
 
-    args: trees of arrays or of shapes; the argument number `donated`, if any, is given away.
+    args: trees of arrays or of shapes; those numbered in `donated` are given away.
     result: a tree of anything, of the structure the function returns; shardings: the same tree of
     places.
     identity: whatever the function does, beside `args` and our source, depends on; None: unknown.
@@ -42,7 +42,7 @@ class Program:
     name: str
     function: Callable[..., Any]
     args: tuple[Any, ...]
-    donated: int | None
+    donated: range
     result: Any
     shardings: Any
     identity: Any
@@ -59,10 +59,9 @@ class Program:
     @property
     def donated_leaves(self) -> range:
         """Which of `leaves` are given away."""
-        if self.donated is None:
-            return range(0)
-        start = len(jax.tree.leaves(self.args[: self.donated]))
-        return range(start, start + len(jax.tree.leaves(self.args[self.donated])))
+        start = len(jax.tree.leaves(self.args[: self.donated.start]))
+        given = self.args[self.donated.start : self.donated.stop]
+        return range(start, start + len(jax.tree.leaves(given)))
 
     def on_leaves(self, *leaves: Any) -> list[Any]:
         """The function, from arrays to arrays."""

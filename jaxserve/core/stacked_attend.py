@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
-from pallas_kernels.kv_write.mosaic_gpu import write_kv_mosaic
-from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic
 
 from jaxserve.core.kv_layout import KVLayout
 from jaxserve.core.kv_pool import KVPool, LayerKV, StackedPool
 from jaxserve.core.step_batch import StepBatch
+from pallas_kernels.kv_write.mosaic_gpu import write_kv_mosaic
+from pallas_kernels.paged_attention.mosaic_gpu import paged_attention_mosaic
 
 _AXIS = "model"  # of the mesh in mesh.py
 

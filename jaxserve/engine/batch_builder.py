@@ -8,6 +8,7 @@ rows. Padding: query_lens and kv_lens 0, row_of_token R, write_slot and prev_row
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,13 @@ _FLOAT_PADDING = np.array([[0], [1], [0], [1], [0], [0]], np.float32)
 _INT_PADDING = np.array([[0], [0], [0], [-1]], np.int32)
 
 
+class InDraw(NamedTuple):
+    """Tokens of a request that are being drawn: in which row of the step, how many at most."""
+
+    row: int
+    most: int
+
+
 def plan_rows(plan: Plan, bucket: Bucket) -> list[tuple[int, Scheduled]]:
     """(row of the batch and of the step's output, what runs there), in the batch's order."""
     return [*enumerate(plan.decode), *enumerate(plan.prefill, bucket.decode_rows)]
@@ -36,15 +44,15 @@ def build_batch(
     num_groups: int,
     pages_per_row: int,
     page_size: int,
-    previous_rows: Mapping[str, int] | None = None,
+    previous_rows: Mapping[str, InDraw] | None = None,
 ) -> StepBatch:
     """The step's StepBatch: R = bucket.num_rows rows, T = bucket.num_tokens tokens.
 
     num_groups: table groups, one list of pages each in `request.pages`; a 0 in a list is a page
     given back, which nothing of this step may see.
-    previous_rows: the row each request had in the step before, needed where the token to run is
+    previous_rows: where each request was in the step before, needed where the token to run is
     still being drawn there. Such a token is marked in prev_row, and its positions and kv_lens are
-    those before the draw (see `resolve_previous`).
+    those before the draw (see `resolve_previous`). Drafts follow the last token in its row.
     """
     R, T, W = bucket.num_rows, bucket.num_tokens, bucket.width
     items = plan_rows(plan, bucket)
@@ -59,18 +67,18 @@ def build_batch(
     slots = page_table[:, row, position // page_size] * page_size + position % page_size
     token_ids, drawing = _token_ids(items)
     prev_row = np.full(T, -1, np.int32)
+    kv_lens = starts + lens
     if drawing:
-        prev_row[begins[drawing]] = _previous_rows(items, drawing, previous_rows)
-    before_draw = prev_row[flat] >= 0
-    slots[:, before_draw] = -1
-    position[before_draw] -= 1
-    kv_lens = starts + lens - (prev_row[begins] >= 0)
-
+        draws = _in_draw(items, drawing, previous_rows)
+        most = np.zeros(len(items), np.int32)
+        most[drawing] = [draw.most for draw in draws]
+        prev_row[begins[drawing]] = [draw.row for draw in draws]
+        ahead = np.repeat(most, lens)
+        slots[:, ahead > 0] = -1
+        position -= ahead
+        kv_lens -= most
     write_slot = np.full((num_groups, T), -1, np.int32)
     write_slot[:, flat] = slots
-    sample_at = np.zeros((R, W), np.int32)
-    samples = [item.samples for _, item in items]
-    sample_at[rows, 0] = np.where(samples, begins + lens - 1, 0)
     query_starts = np.minimum(np.arange(R, dtype=np.int32), bucket.decode_rows) * np.int32(W)
     query_starts[rows] = begins
     return StepBatch(
@@ -85,10 +93,25 @@ def build_batch(
         page_table=page_table,
         adapter_slot=np.zeros(R, np.int32),
         state_slot=np.zeros(R, np.int32),
-        sample_at=sample_at,
+        sample_at=_sample_at(plan, bucket, rows, begins, lens),
         decode_rows=bucket.decode_rows,
         width=W,
     )
+
+
+def _sample_at(
+    plan: Plan, bucket: Bucket, rows: np.ndarray, begins: np.ndarray, lens: np.ndarray
+) -> np.ndarray:
+    """[R, W]: a row's last token; with drafts all of its tokens, the last one again where there
+    are fewer."""
+    sample_at = np.zeros((bucket.num_rows, bucket.width), np.int32)
+    samples = [item.samples for item in (*plan.decode, *plan.prefill)]
+    sample_at[rows, 0] = np.where(samples, begins + lens - 1, 0)
+    if bucket.width > 1:
+        decode = slice(len(plan.decode))
+        at = np.minimum(np.arange(bucket.width, dtype=np.int32), lens[decode, None] - 1)
+        sample_at[rows[decode]] = begins[decode, None] + at
+    return sample_at
 
 
 @dataclass(frozen=True)
@@ -127,12 +150,15 @@ def _token_ids(items: list[tuple[int, Scheduled]]) -> tuple[list[int], list[int]
     """The tokens of all rows, one after the other, and which items' are still being drawn (0)."""
     ids: list[int] = []
     drawing: list[int] = []
-    for index, (_, (request, start, num_tokens, _, _)) in enumerate(items):
+    for index, (_, (request, start, num_tokens, _, _, drafts)) in enumerate(items):
         outputs = request.output_token_ids
         at = start - len(request.prompt_token_ids)
         if at >= len(outputs):
             drawing.append(index)
             ids.append(0)
+        elif drafts:
+            ids += request.token_ids(start, start + 1)
+            ids += drafts
         elif at >= 0 and num_tokens == 1:  # decoding: no slices
             ids.append(outputs[at])
         else:
@@ -140,10 +166,11 @@ def _token_ids(items: list[tuple[int, Scheduled]]) -> tuple[list[int], list[int]
     return ids, drawing
 
 
-def _previous_rows(
-    items: list[tuple[int, Scheduled]], drawing: list[int], rows: Mapping[str, int] | None
-) -> list[int]:
+def _in_draw(
+    items: list[tuple[int, Scheduled]], drawing: list[int], rows: Mapping[str, InDraw] | None
+) -> list[InDraw]:
     assert rows is not None, "a token still being drawn needs its previous row"
+    assert all(items[index][1].num_tokens == 1 for index in drawing), "drafts of an unknown token"
     return [rows[items[index][1].request.request_id] for index in drawing]
 
 
@@ -181,7 +208,8 @@ def build_sampling(plan: Plan, bucket: Bucket) -> SamplingBatch:
     suppress_until = np.zeros(R, np.int32)
     positions = np.zeros((R, bucket.width), np.int32)
     for row, item in items:
-        position = positions[row, 0] = item.start + item.num_tokens
+        position = item.start + item.num_tokens - len(item.drafts)
+        positions[row] = position + np.arange(bucket.width)
         bias = item.request.params.logit_bias
         if bias:
             bias_ids[row, : len(bias)] = list(bias)

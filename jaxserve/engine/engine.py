@@ -19,6 +19,7 @@ from jaxserve.core.ops import Ops
 from jaxserve.core.program_loader import ProgramLoader
 from jaxserve.core.step_batch import SamplingBatch, StepBatch
 from jaxserve.engine.backend_settings import settle_backend
+from jaxserve.engine.bursts import MAX_BURST
 from jaxserve.engine.engine_shape import EngineShape, engine_shape
 from jaxserve.engine.fit_memory import fit_to_device
 from jaxserve.engine.host_pages import HostPages, slots_in
@@ -30,6 +31,7 @@ from jaxserve.engine.request import Request, TokenEvent
 from jaxserve.engine.request_states import RequestStates
 from jaxserve.engine.runner import Runner
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.speculator import make_speculator
 from jaxserve.engine.step_loop import StepLoop
 from jaxserve.engine.step_times import StepTimes
 from jaxserve.engine.warm_up import WarmUp
@@ -37,8 +39,6 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.loading.loaded_model import LoadedModel
 from jaxserve.models.contract import check_contract
 from jaxserve.models.registry import is_built_in
-
-WIDTH = 1  # tokens a decode row owns
 
 
 class Engine:
@@ -83,12 +83,10 @@ class Engine:
             self._loader,
             num_pages=shape.num_pages,
             dtype=shape.kv_dtype,
-            width=WIDTH,
             state_slots=state_slots,
             pages_per_row=shape.pages_per_row,
         )
-        self.shape = shape
-        self.page_size = shape.page_size
+        self.shape, self.page_size = shape, shape.page_size
         self.capacity_tokens = self.kv_manager.capacity_tokens
         # The last token of a request needs no KV. A pool smaller than the context limits it.
         self.max_model_len = min(shape.max_model_len, self.capacity_tokens + 1)
@@ -102,6 +100,7 @@ class Engine:
             vocab_size=model.vocab_size,
             state_slots=state_slots,
             asynchronous=asynchronous,
+            speculator=make_speculator(config.speculative, shape.buckets),
             on_step=on_step,
         )
         self.states = RequestStates(model, self.scheduler, self._loop, self.runner, ops.name)
@@ -211,6 +210,8 @@ def _make_programs(model: LoadedModel, ops: Ops, shape: EngineShape, mesh: Mesh)
         vocab_size=model.vocab_size,
         page_size=shape.page_size,
         max_rows=shape.max_rows,
+        max_steps=MAX_BURST,
+        max_draws=shape.max_draws,
         mesh=mesh,
     )
 

@@ -12,6 +12,7 @@ from jaxserve.core.backends import default_page_size
 from jaxserve.core.buckets import Bucket, bucket_table, prefill_sizes
 from jaxserve.core.kv_layout import KVLayout, kv_layout
 from jaxserve.core.kv_spec import KVSpec
+from jaxserve.engine.bursts import MAX_BURST
 from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.plan import Limits
 from jaxserve.errors import InvalidRequestError
@@ -50,6 +51,11 @@ class EngineShape:
         """Rows of the largest bucket."""
         return max(bucket.num_rows for bucket in self.buckets)
 
+    @property
+    def max_draws(self) -> int:
+        """The most tokens a row may draw in a step."""
+        return max(MAX_BURST, *(bucket.width for bucket in self.buckets))
+
 
 def engine_shape(
     model: WithContext, config: EngineConfig, kv_spec: KVSpec, max_chunk: int | None
@@ -67,7 +73,8 @@ def engine_shape(
         KVManager(2, page_size, layout.windows, max_chunk=longest_chunk),
         max_model_len,
     )
-    buckets = bucket_table(config.max_batch_rows, config.max_batch_tokens)
+    drafts = 0 if config.speculative is None else config.speculative.num_speculative_tokens
+    buckets = bucket_table(config.max_batch_rows, config.max_batch_tokens, drafts)
     limits = Limits(
         max_batch_rows=config.max_batch_rows,
         max_batch_tokens=config.max_batch_tokens,
@@ -78,6 +85,7 @@ def engine_shape(
         max_chunk=max_chunk,
         policy=config.scheduling,
         batching=config.batching,
+        max_burst=min(MAX_BURST, longest_chunk),
     )
     return EngineShape(
         dtype=dtype,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+from jaxserve.engine.proposers.stats import SpeculationStats
 from jaxserve.engine.request import PromptLogprobs
 from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import SamplingParams
@@ -143,6 +144,7 @@ class StepStats:
     kv_waste_tokens: places for tokens in the pages that running requests hold and do not use, now.
     pages_cached: pages that no request holds and the prefix cache could still use, now.
     pages_stored, pages_loaded: copied to and from host memory in this step.
+    speculation: what came of drafts in the steps committed now; None: there are none.
     device_idle_seconds: between the end of the step before and the start of this one, while there
     was work.
     """
@@ -168,3 +170,4 @@ class StepStats:
     pages_stored: int = 0
     pages_loaded: int = 0
     device_idle_seconds: float = 0.0
+    speculation: SpeculationStats | None = None

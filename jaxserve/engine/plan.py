@@ -3,6 +3,7 @@
 Plain data that crosses from the scheduler to the batch builder and the engine. No jax.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ class Limits:
     max_chunk: longest chunk of one prompt in a step, or None; results do not depend on it.
     policy: who enters next, "fcfs", "priority" or "prefix" (waiting_queue.py).
     batching: "continuous", or "static": requests enter only while nothing runs.
+    max_burst: most decode steps of one plan (bursts.py), of at most burst_rows rows.
     """
 
     max_batch_rows: int
@@ -29,13 +31,20 @@ class Limits:
     max_chunk: int | None = None
     policy: str = "priority"
     batching: str = "continuous"
+    max_burst: int = 1
+    burst_rows: int = 1 << 30
+
+
+type Drafts = Mapping[str, Sequence[int]]  # by request id: what its next tokens may be
 
 
 class Scheduled(NamedTuple):
     """Tokens [start, start + num_tokens) of a request run in this step.
 
     samples: they reach its last token, so a token is drawn. epoch: the request's preemptions when
-    this was planned; a result of an earlier epoch is dropped.
+    this was planned; a result of an earlier epoch is dropped. drafts: guesses of the tokens after
+    its last one, which run with it and are counted in num_tokens; as many of them as turn out right
+    are new tokens, and one more is.
     """
 
     request: Request
@@ -43,6 +52,7 @@ class Scheduled(NamedTuple):
     num_tokens: int
     samples: bool
     epoch: int = 0
+    drafts: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -64,12 +74,18 @@ class Transfers:
 
 @dataclass(frozen=True)
 class Plan:
-    """One step. Decode rows run one token each and always sample; preempted requests wait again."""
+    """One step. Decode rows run one token and drafts of those that follow, and always sample;
+    preempted requests wait again.
+
+    steps: how often the decode rows are run, each time with the token drawn last. More than one
+    only without prefill and drafts.
+    """
 
     decode: tuple[Scheduled, ...] = ()
     prefill: tuple[Scheduled, ...] = ()
     preempted: tuple[Request, ...] = ()
     transfers: Transfers = Transfers()
+    steps: int = 1
 
     @property
     def is_empty(self) -> bool:
@@ -81,16 +97,27 @@ class Plan:
         return sum(item.num_tokens for item in self.prefill)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that run."""
+        decode = sum(item.num_tokens for item in self.decode)
+        return decode * self.steps + self.num_prefill_tokens
+
+    @property
+    def width(self) -> int:
+        """The most tokens of a decode row; at least 1."""
+        return max((item.num_tokens for item in self.decode), default=1)
+
+    @property
     def num_prefill_pairs(self) -> int:
         """Pairs of a prefill token and one that it attends to, without windows."""
-        return sum(n * start + n * (n + 1) // 2 for _, start, n, _, _ in self.prefill)
+        return sum(n * start + n * (n + 1) // 2 for _, start, n, *_ in self.prefill)
 
 
 class Committed(NamedTuple):
-    """A new token of a request. finish_reason is "stop", "length" or None; stop_reason is the
+    """New tokens of a request. finish_reason is "stop", "length" or None; stop_reason is the
     user's stop token id if that ended it."""
 
     request: Request
-    token: int
+    tokens: tuple[int, ...]
     finish_reason: str | None
     stop_reason: int | None

@@ -5,6 +5,7 @@ what will be true then: `scheduled` runs ahead of request.num_computed, `length`
 request.num_tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxserve.engine.plan import Scheduled
@@ -55,6 +56,19 @@ class Entry:
         samples = self.scheduled == self.length
         self.length += samples
         return Scheduled(self.request, start, num_tokens, samples, self.request.num_preemptions)
+
+    def decode(self, steps: int, drafts: Sequence[int]) -> Scheduled:
+        """Note that its last token is in flight, with drafts of the next ones, or with those that
+        are drawn in the same plan."""
+        request, start, ahead = self.request, self.length - 1, steps - 1 + len(drafts)
+        self.scheduled = self.length + ahead
+        self.length += 1 + ahead
+        return Scheduled(request, start, 1 + len(drafts), True, request.num_preemptions, drafts)
+
+    def take_back(self, num_tokens: int) -> None:
+        """That many of the tokens in flight were drafts that turned out wrong."""
+        self.scheduled -= num_tokens
+        self.length -= num_tokens
 
     def reset(self) -> None:
         """It lost its pages and whatever was in flight."""

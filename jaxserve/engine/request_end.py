@@ -1,5 +1,7 @@
 """When a token ends its request."""
 
+from collections.abc import Sequence
+
 from jaxserve.engine.request import Request
 
 
@@ -17,3 +19,16 @@ def finish_reason(request: Request, token: int, longest: int) -> tuple[str | Non
     if num_output + len(request.prompt_token_ids) >= longest:
         return "length", None
     return None, None
+
+
+def take_tokens(
+    request: Request, drawn: Sequence[int], longest: int
+) -> tuple[tuple[int, ...], str | None, int | None]:
+    """Append drawn tokens up to the one that ends the request, if one does: those appended,
+    and finish_reason and stop_reason."""
+    for count, token in enumerate(drawn, 1):
+        request.output_token_ids.append(token)
+        reason, stop_reason = finish_reason(request, token, longest)
+        if reason is not None:
+            return tuple(drawn[:count]), reason, stop_reason
+    return tuple(drawn), None, None

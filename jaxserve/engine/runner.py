@@ -99,7 +99,6 @@ class Runner:
         *,
         num_pages: int,
         dtype: np.dtype,
-        width: int,
         state_slots: int,
         pages_per_row: int,
     ) -> None:
@@ -112,10 +111,9 @@ class Runner:
         self._layout = kv_layout(kv_spec)
         self._num_pages = num_pages
         self._dtype = dtype
-        self._width = width
         self._state_slots = state_slots
         self._pages_per_row = pages_per_row
-        # The forward program of a bucket, the sample program of a number of rows.
+        # The decode or forward program of a bucket, the sample program of a number of rows.
         self._compiled: dict[Bucket | int, CompiledProgram] = {}
         self._helpers: dict[str, Future[CompiledProgram]] = {name: Future() for name in _HELPERS}
         # The score program of a number of prefill tokens; there before a bucket of that many is.
@@ -147,7 +145,7 @@ class Runner:
         self._state: SamplingState = jax.device_put(state, everywhere)
         rows = self._programs.max_rows
         self._last = LastOutput(
-            jnp.zeros((rows, self._width), jnp.int32, device=everywhere),
+            jnp.zeros((rows, self._programs.max_draws), jnp.int32, device=everywhere),
             jnp.zeros(rows, jnp.int32, device=everywhere),
         )
 
@@ -204,21 +202,28 @@ class Runner:
                     return programs
                 batch, sampling = make_inputs(bucket)
                 params, pages, last, state = self._shapes
-                forward = self._programs.forward_program(params, pages, batch, last)
                 size, rows = bucket.prefill_tokens, bucket.num_rows
-                if size:
-                    self._score[size] = Future()
+                if not size:
+                    begin(bucket, self._decode_program(bucket, batch, sampling))
+                    continue
+                forward = self._programs.forward_program(params, pages, batch, last)
+                self._score[size] = Future()
                 hidden, prompt, *_ = begin(bucket, forward).results
-                if size:
-                    self._prefill_hidden[size] = prompt
-                    if scoring:
-                        jobs.append(pool.submit(self._load_score, size))
+                self._prefill_hidden[size] = prompt
+                if scoring:
+                    jobs.append(pool.submit(self._load_score, size))
                 if rows not in begun:
                     begun.add(rows)
                     begin(rows, self._programs.sample_program(params, hidden, sampling, state))
             for job in jobs:
                 job.result()
         return programs
+
+    def _decode_program(self, bucket: Bucket, batch: StepBatch, sampling: SamplingBatch) -> Program:
+        params, pages, last, state = self._shapes
+        if bucket.width > 1:
+            return self._programs.verify_program(params, pages, state, batch, sampling)
+        return self._programs.decode_program(params, pages, state, batch, last, sampling)
 
     def _finish(
         self, key: Bucket | int, program: Program, lowered: Lowered, progress: Progress | None
@@ -230,7 +235,8 @@ class Runner:
             self._buckets = tuple(
                 bucket
                 for bucket in self._compiled
-                if isinstance(bucket, Bucket) and bucket.num_rows in self._compiled
+                if isinstance(bucket, Bucket)
+                and (not bucket.prefill_tokens or bucket.num_rows in self._compiled)
             )
         if progress is not None:
             name = key.name if isinstance(key, Bucket) else f"sample{key}"
@@ -270,22 +276,43 @@ class Runner:
         batch: StepBatch,
         sampling: SamplingBatch,
         targets: np.ndarray | None = None,
+        steps: int = 1,
     ) -> StepHandle:
         """Start a step. Pool and state are donated to it and replaced by its results.
 
-        targets int32 [prefill tokens]: the prompt tokens whose logprobs are wanted (see
-        `Programs.score`); None: nobody wants any.
+        steps: how often a decode batch is run (see `Programs.decode`). targets int32 [prefill
+        tokens]: the prompt tokens whose logprobs are wanted (see `Programs.score`); None: nobody
+        wants any.
         """
-        score = None if targets is None else self._score[bucket.prefill_tokens].result()
         before = compilations.count
-        forward, sample = self._compiled[bucket], self._compiled[bucket.num_rows]
-        hidden, prompt, self._pool = forward(self._param_leaves, self._pool, batch, self._last)
-        output, self._last, self._state = sample(self._param_leaves, hidden, sampling, self._state)
-        scores = None if score is None else score(self._param_leaves, prompt, targets)
+        scores = None
+        if bucket.prefill_tokens:
+            output, scores = self._run_mixed(bucket, batch, sampling, targets)
+        else:
+            step = partial(self._compiled[bucket], self._param_leaves, self._pool, self._state)
+            if bucket.width > 1:
+                output, self._last, self._pool, self._state = step(batch, sampling)
+            else:
+                output, self._last, self._pool, self._state = step(
+                    batch, self._last, sampling, np.int32(steps)
+                )
         self._compiled_late += compilations.count - before
         wants_logprobs = bool((np.asarray(sampling.num_logprobs) >= 0).any())
         ended = self.first_step
         return StepHandle(output, batch, sampling, wants_logprobs, ended, scores, targets)
+
+    def _run_mixed(
+        self,
+        bucket: Bucket,
+        batch: StepBatch,
+        sampling: SamplingBatch,
+        targets: np.ndarray | None,
+    ) -> tuple[StepOutput, Logprobs | None]:
+        score = None if targets is None else self._score[bucket.prefill_tokens].result()
+        forward, sample = self._compiled[bucket], self._compiled[bucket.num_rows]
+        hidden, prompt, self._pool = forward(self._param_leaves, self._pool, batch, self._last)
+        output, self._last, self._state = sample(self._param_leaves, hidden, sampling, self._state)
+        return output, None if score is None else score(self._param_leaves, prompt, targets)
 
     def set_counts(self, slot: int, in_prompt: np.ndarray, output_counts: np.ndarray) -> None:
         """Fill a penalty slot: in_prompt [V] bool, output_counts [V] int32."""
@@ -342,7 +369,9 @@ class Runner:
         host_tier: bytes of host memory for pages that left the pool.
         """
         params, pool, _, state = self._shapes
-        programs = [self._compiled[bucket], self._compiled[bucket.num_rows]]
+        programs = [self._compiled[bucket]]
+        if bucket.prefill_tokens:
+            programs.append(self._compiled[bucket.num_rows])
         score = self._score.get(bucket.prefill_tokens)
         if score is not None and score.done() and score.exception() is None:
             programs.append(score.result())

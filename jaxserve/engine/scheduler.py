@@ -19,6 +19,11 @@ commit drops the results of requests that have meanwhile ended or been preempted
 still be written by a step in flight; steps run in order on the device, so their next owner, whose
 steps come later, overwrites them.
 
+A plan may run several decode steps in a row (bursts.py), or verify drafts of a row's next tokens;
+both only while no prompt runs and nobody can enter. Drafts never preempt anybody: they are dropped
+where pages are short. How many of them hold is known only in `commit`, so a plan with drafts is
+committed before the next one is scheduled.
+
 Static batching, a baseline for benchmarks: requests enter only while nothing runs, or until the
 batch that was formed then is complete.
 
@@ -28,16 +33,18 @@ keep the limits; decode rows run the last known token, or the one that is being 
 that runs has its page; nobody who enters is in a plan that preempted somebody.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 from jaxserve.core.buckets import prefill_budget
+from jaxserve.engine.bursts import burst_steps, may_verify
 from jaxserve.engine.deadlines import Deadlines
 from jaxserve.engine.kv_manager import KVManager
-from jaxserve.engine.plan import Committed, Limits, Plan, Scheduled
+from jaxserve.engine.plan import Committed, Drafts, Limits, Plan, Scheduled
 from jaxserve.engine.queue_entry import Entry
 from jaxserve.engine.request import Request, Status
-from jaxserve.engine.request_end import finish_reason
+from jaxserve.engine.request_end import take_tokens
+from jaxserve.engine.request_limits import check_prompt, longest_allowed
 from jaxserve.engine.request_queues import RequestQueues
 from jaxserve.engine.step_times import StepTimes
 from jaxserve.errors import InvalidRequestError, QueueFullError
@@ -85,6 +92,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(len(self._queues))
 
+    @property
+    def may_verify(self) -> bool:
+        """Whether the next step may have drafts."""
+        return may_verify(self._running, self.limits.max_batch_rows, len(self._waiting))
+
     # ------------------------------------------------------------------ requests in and out
 
     def find(self, request_id: str) -> Request | None:
@@ -94,23 +106,7 @@ class Scheduler:
 
     def check_fits(self, num_prompt_tokens: int) -> None:
         """Raise InvalidRequestError for a prompt that could never run, even alone."""
-        if num_prompt_tokens < 1:
-            raise InvalidRequestError("the prompt has no tokens; give at least one", "prompt")
-        if num_prompt_tokens >= self.limits.max_model_len:
-            raise InvalidRequestError(
-                f"the prompt has {num_prompt_tokens} tokens and the context length is "
-                f"{self.limits.max_model_len} tokens of prompt and output together; shorten the "
-                f"prompt to at most {self.limits.max_model_len - 1} tokens",
-                "prompt",
-            )
-        pool = self.manager
-        if num_prompt_tokens > pool.capacity_tokens:
-            raise InvalidRequestError(
-                f"the prompt has {num_prompt_tokens} tokens and the KV pool holds "
-                f"{pool.capacity_tokens} ({pool.num_pages - 1} pages of {pool.page_size} tokens, "
-                "one more is reserved); shorten the prompt or give the pool more memory",
-                "prompt",
-            )
+        check_prompt(num_prompt_tokens, self.limits.max_model_len, self.manager)
 
     def add(self, request: Request) -> None:
         """Queue a new request.
@@ -146,13 +142,7 @@ class Scheduler:
                 f"{len(self._waiting)} requests are waiting, as many as max_queue allows; "
                 "retry later"
             )
-        longest = min(len(request.prompt_token_ids) + request.max_tokens, self._max_tokens)
-        if request.num_tokens >= longest:
-            raise InvalidRequestError(
-                f"the request has {len(request.output_token_ids)} output tokens and may have "
-                f"{longest - len(request.prompt_token_ids)}; ask for more tokens",
-                "max_tokens",
-            )
+        longest = longest_allowed(request, self._max_tokens)
         self._queues.add(request, family, longest)
         self._deadlines.add(request)
 
@@ -213,10 +203,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------ a step
 
-    def schedule(self) -> Plan:
+    def schedule(self, drafts: Drafts | None = None) -> Plan:
         """Plan the next step: decode first, then chunks of prompts already begun, then newcomers.
 
-        Nothing runs in it only when nothing could: with nothing in flight, no work at all.
+        drafts: of requests whose last token is known; those that can be verified now are in the
+        plan. Nothing runs in it only when nothing could: with nothing in flight, no work at all.
         """
         manager = self.manager
         if manager.host_pages:
@@ -224,7 +215,13 @@ class Scheduler:
                 manager.page_size, manager.num_groups
             )
         preempted: list[Request] = []
-        decode, prefilling = self._schedule_decode(preempted)
+        if not self.may_verify:
+            drafts = None
+        most = 1 if len(self._waiting) or drafts else self.limits.max_burst
+        steps = burst_steps(
+            self._running, most, self.limits.burst_rows, self.step_times, self._has_room
+        )
+        decode, prefilling = self._schedule_decode(steps, drafts or {}, preempted)
         tokens = self._prefill_tokens(len(decode), prefilling)
         prefilling = self._grow_prefill(prefilling, tokens, preempted)
         if preempted:  # the pages that freed are for those who run
@@ -233,39 +230,45 @@ class Scheduler:
             prefilling += self._admit(prefilling, tokens)
             tokens = min(tokens, self._prefill_tokens(len(decode), prefilling))
         prefill = self._schedule_prefill(prefilling, tokens, decode)
-        return Plan(tuple(decode), tuple(prefill), tuple(preempted), manager.take_transfers())
+        transfers = manager.take_transfers()
+        return Plan(tuple(decode), tuple(prefill), tuple(preempted), transfers, steps)
 
-    def commit(self, plan: Plan, tokens: Mapping[str, int]) -> list[Committed]:
-        """Take in a step's result: `tokens` has the drawn token of each request that sampled.
+    def commit(self, plan: Plan, tokens: Mapping[str, Sequence[int]]) -> list[Committed]:
+        """Take in a step's result: `tokens` has the new tokens of each request that sampled.
 
         Plans are committed in the order they were scheduled. Requests that ended or were preempted
         since are dropped. Requests that finish here leave, and their pages are released.
         """
         committed = []
-        get_entry, commit_pages = self._queues.get, self.manager.commit
-        for request, start, num_tokens, samples, epoch in chain(plan.decode, plan.prefill):
+        get_entry = self._queues.get
+        for item in chain(plan.decode, plan.prefill):
+            request = item.request
             entry = get_entry(request.request_id)
             if entry is None or entry.request is not request:
                 continue
-            if request.num_preemptions != epoch:
+            if request.num_preemptions != item.epoch:
                 continue
-            assert start == request.num_computed, "plans must be committed in order"
-            request.num_computed = start + num_tokens
-            commit_pages(request)
-            if not samples:
+            assert item.start == request.num_computed, "plans must be committed in order"
+            if not item.samples:
+                request.num_computed += item.num_tokens
+                self.manager.commit(request)
                 continue
-            token = tokens[request.request_id]
-            request.output_token_ids.append(token)
-            reason, stop_reason = finish_reason(request, token, entry.longest)
+            drawn = tokens[request.request_id]
+            kept, reason, stop_reason = take_tokens(request, drawn, entry.longest)
+            # What was drawn last is not computed yet, and neither is what follows a wrong draft.
+            request.num_computed = request.num_tokens - 1
+            if item.drafts:
+                entry.take_back(item.num_tokens - len(drawn))
+            self.manager.commit(request)
             if reason is not None:
                 self._queues.end(entry)
-            committed.append(Committed(request, token, reason, stop_reason))
+            committed.append(Committed(request, kept, reason, stop_reason))
         return committed
 
-    # ------------------------------------------------------------------ parts of a step
-
-    def _schedule_decode(self, preempted: list[Request]) -> tuple[list[Scheduled], list[Entry]]:
-        """One token for everybody who decodes, and who is running prompts."""
+    def _schedule_decode(
+        self, steps: int, drafts: Drafts, preempted: list[Request]
+    ) -> tuple[list[Scheduled], list[Entry]]:
+        """One token for everybody who decodes, with its drafts, and who is running prompts."""
         decode: list[Scheduled] = []
         prefilling: list[Entry] = []
         for entry in self._running.copy():  # oldest first: victims are never scheduled already
@@ -279,10 +282,20 @@ class Scheduler:
             if length == entry.longest:  # its last token is being drawn
                 continue
             if length <= entry.room or self._make_room(entry, length, preempted):
-                entry.scheduled = length
-                entry.length = length + 1
-                decode.append(Scheduled(request, length - 1, 1, True, request.num_preemptions))
+                wanted = drafts.get(request.request_id, ())[: entry.longest - length - 1]
+                if wanted and not self._has_room(entry, length + len(wanted)):
+                    wanted = ()
+                decode.append(entry.decode(steps, wanted))
         return decode, prefilling
+
+    def _has_room(self, entry: Entry, num_tokens: int) -> bool:
+        """Let a running request's lists cover num_tokens tokens if pages are free."""
+        if num_tokens <= entry.room:
+            return True
+        if not self.manager.grow(entry.request, num_tokens):
+            return False
+        self._queues.note_room(entry)
+        return True
 
     def _prefill_tokens(self, num_decode: int, prefilling: list[Entry]) -> int:
         """The most prefill tokens that the step may carry, as if all came after the longest
@@ -347,8 +360,6 @@ class Scheduler:
                 return False
         self._queues.note_room(entry)
         return True
-
-    # ------------------------------------------------------------------ admission
 
     def _admit(self, prefilling: list[Entry], tokens: int) -> list[Entry]:
         """Let the next requests in, as far as rows, pages and the step's tokens go."""

@@ -14,6 +14,7 @@ from jaxserve.core.ops import Ops
 from jaxserve.core.program_loader import Program, ProgramLoader
 from jaxserve.core.program_memory import program_memory, step_temporaries
 from jaxserve.engine.batch_builder import build_batch, build_sampling
+from jaxserve.engine.bursts import MAX_BURST
 from jaxserve.engine.engine_shape import EngineShape
 from jaxserve.engine.plan import Plan
 from jaxserve.engine.programs import LastOutput, Programs
@@ -44,6 +45,8 @@ class StepPrograms:
             vocab_size=model.vocab_size,
             page_size=shape.page_size,
             max_rows=shape.max_rows,
+            max_steps=MAX_BURST,
+            max_draws=shape.max_draws,
             mesh=mesh,
         )
         pool = pool_shapes(layout, shape.num_pages, shape.page_size, shape.kv_dtype, ops.name)
@@ -54,7 +57,8 @@ class StepPrograms:
         rows = shape.max_rows
         self._last = self._everywhere(
             LastOutput(
-                jax.ShapeDtypeStruct((rows, 1), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
+                jax.ShapeDtypeStruct((rows, shape.max_draws), jnp.int32),
+                jax.ShapeDtypeStruct((rows,), jnp.int32),
             )
         )
 

@@ -18,18 +18,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxserve.core.buckets import Bucket, pick_bucket, prefill_sizes
+from jaxserve.core.buckets import Bucket, most_decode_rows, pick_bucket, prefill_sizes
 from jaxserve.core.step_batch import Logprobs, SamplingBatch, StepBatch, StepOutput
 from jaxserve.engine import prompt_logprobs
-from jaxserve.engine.batch_builder import build_batch, build_sampling, plan_rows
+from jaxserve.engine.batch_builder import InDraw, build_batch, build_sampling, plan_rows
 from jaxserve.engine.engine_shape import EngineShape
 from jaxserve.engine.host_pages import HostPages, apply_transfers
 from jaxserve.engine.outputs import StepStats
 from jaxserve.engine.penalty_slots import PenaltySlots, token_counts
-from jaxserve.engine.plan import Committed, Plan, Scheduled, Transfers
+from jaxserve.engine.plan import Committed, Drafts, Plan, Scheduled, Transfers
 from jaxserve.engine.request import Request, Status, TokenEvent
 from jaxserve.engine.runner import Runner, StepHandle
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.speculator import Speculator
 from jaxserve.engine.step_report import StepTimings, token_event
 from jaxserve.errors import EngineDeadError
 
@@ -49,7 +50,9 @@ class InFlight:
     bucket: Bucket
     handle: StepHandle
     dispatched: float  # time.monotonic()
-    rows: Mapping[str, int]
+    follows: bool  # there was work when the step before it ended
+    drafting: bool  # drafts were wanted for it
+    rows: Mapping[str, InDraw]
 
 
 class StepLoop:
@@ -65,6 +68,7 @@ class StepLoop:
         vocab_size: int,
         state_slots: int,
         asynchronous: bool,
+        speculator: Speculator | None = None,
         on_step: Callable[[StepStats], None] | None,
     ) -> None:
         self.on_step = on_step
@@ -74,6 +78,7 @@ class StepLoop:
         self._shape = shape
         self._vocab_size = vocab_size
         self._asynchronous = asynchronous
+        self._speculator = speculator
         self._slots = PenaltySlots(state_slots)
         self._cache_stats = scheduler.manager.stats
         self._buckets: tuple[Bucket, ...] = ()  # those the scheduler plans for
@@ -108,15 +113,23 @@ class StepLoop:
         previous, self._in_flight = self._in_flight, None
         if previous is not None and previous.handle.is_ready:
             self._idle_since = self._last_result  # at the earliest
+        follows = previous is not None
+        if previous is not None and self._waits_for(previous):
+            self._finish(previous, timings)
+            previous = None
         self._expire(timings.began)
-        plan = self._scheduler.schedule()
+        drafts = None if previous is not None else self._propose()
+        plan = self._scheduler.schedule(drafts)
         timings.on_plan(plan)
         failure: Exception | None = None
         if not plan.is_empty or not plan.transfers.is_empty:
             try:
                 self.move_pages(plan.transfers)
                 if not plan.is_empty:
-                    self._in_flight = self._launch(plan, previous)
+                    launched = self._launch(plan, previous)
+                    self._in_flight = replace(
+                        launched, follows=follows, drafting=drafts is not None
+                    )
                     timings.bucket = self._in_flight.bucket.name
                     timings.device_idle_seconds = self._idle_seconds(previous, timings.began)
             except Exception as error:  # whatever XLA raises: the donated pool is lost either way
@@ -145,13 +158,33 @@ class StepLoop:
             since = began
         return 0.0 if since is None else time.monotonic() - since
 
+    def _waits_for(self, previous: InFlight) -> bool:
+        """Whether the next step can be planned only when this one is committed."""
+        if previous.plan.width > 1:
+            return True
+        speculator, scheduler = self._speculator, self._scheduler
+        if speculator is None or not scheduler.may_verify:
+            return False
+        return speculator.wants(scheduler.running, self._buckets)
+
+    def _propose(self) -> Drafts | None:
+        """Drafts for the next step; None if none are wanted."""
+        scheduler = self._scheduler
+        if self._speculator is None or not scheduler.may_verify:
+            return None
+        return self._speculator.propose(
+            scheduler.running, self._buckets, lambda name: scheduler.find(name) is not None
+        )
+
     def _use_ready_buckets(self) -> None:
         """Have the scheduler plan for the buckets that are loaded by now."""
         buckets = self._runner.buckets
         if buckets is not self._buckets:
             self._buckets = buckets
             limits = self._scheduler.limits
-            self._scheduler.limits = replace(limits, prefill_sizes=prefill_sizes(buckets))
+            self._scheduler.limits = replace(
+                limits, prefill_sizes=prefill_sizes(buckets), burst_rows=most_decode_rows(buckets)
+            )
 
     def _expire(self, now: float) -> None:
         """End the requests that have run out of time."""
@@ -166,19 +199,25 @@ class StepLoop:
 
     def _launch(self, plan: Plan, previous: InFlight | None) -> InFlight:
         bucket = pick_bucket(
-            self._buckets, len(plan.decode), len(plan.prefill), plan.num_prefill_tokens
+            self._buckets,
+            len(plan.decode),
+            len(plan.prefill),
+            plan.num_prefill_tokens,
+            plan.width,
         )
         self._prepare_counts(plan)
         batch, sampling = self.inputs(plan, bucket, None if previous is None else previous.rows)
         targets = prompt_logprobs.build_targets(plan, bucket.prefill_tokens)
-        handle = self._runner.dispatch(bucket, batch, sampling, targets)
+        handle = self._runner.dispatch(bucket, batch, sampling, targets, plan.steps)
         rows = {
-            item.request.request_id: row for row, item in plan_rows(plan, bucket) if item.samples
+            item.request.request_id: InDraw(row, plan.steps + len(item.drafts))
+            for row, item in plan_rows(plan, bucket)
+            if item.samples
         }
-        return InFlight(plan, bucket, handle, time.monotonic(), rows)
+        return InFlight(plan, bucket, handle, time.monotonic(), False, False, rows)
 
     def inputs(
-        self, plan: Plan, bucket: Bucket, previous_rows: Mapping[str, int] | None = None
+        self, plan: Plan, bucket: Bucket, previous_rows: Mapping[str, InDraw] | None = None
     ) -> tuple[StepBatch, SamplingBatch]:
         """The arrays of a step; of an empty plan, those that warm-up compiles for."""
         batch = build_batch(
@@ -214,12 +253,13 @@ class StepLoop:
             return False
         now = time.monotonic()
         seconds = now - max(step.dispatched, self._last_result)
+        since_last = now - (self._last_result if step.follows else step.dispatched)
         timings.on_result(now - waiting, seconds)
         if scores is None:  # those take longer than a step of their shape
             self._scheduler.step_times.observe(
                 len(step.plan.decode),
                 step.bucket.prefill_tokens if step.plan.prefill else 0,
-                seconds,
+                seconds / step.plan.steps,
                 step.plan.num_prefill_pairs,
             )
         self._last_result = now
@@ -227,6 +267,10 @@ class StepLoop:
             self._idle_since = now
         self._failures = 0
         timings.on_commit(self._commit(step, output, scores))
+        if self._speculator is not None and not step.plan.prefill:
+            self._speculator.observe(
+                step.plan, output, step.rows, step.bucket, since_last, drafting=step.drafting
+            )
         return True
 
     def _commit(
@@ -234,14 +278,17 @@ class StepLoop:
     ) -> list[Committed]:
         """Hand a step's tokens to the scheduler and note the events."""
         for item in (*step.plan.decode, *step.plan.prefill):
-            if item.samples and not output.ok[step.rows[item.request.request_id]]:
+            if item.samples and not output.ok[step.rows[item.request.request_id].row]:
                 self._fail_row(item)
         if scores is not None:
             self._keep_prompt_logprobs(step.plan, scores)
-        tokens = {name: int(output.tokens[row, 0]) for name, row in step.rows.items()}
+        drawn, accepted = np.asarray(output.tokens).tolist(), output.num_accepted
+        tokens = {
+            name: drawn[row][: int(accepted[row]) + 1] for name, (row, _) in step.rows.items()
+        }
         committed = self._scheduler.commit(step.plan, tokens)
         self._events += [
-            token_event(news, output, step.rows[news.request.request_id]) for news in committed
+            token_event(news, output, step.rows[news.request.request_id].row) for news in committed
         ]
         return committed
 
@@ -333,7 +380,7 @@ class StepLoop:
             pages_total=manager.num_pages - 1,
             prompt_tokens=timings.prompt_tokens,
             output_tokens=timings.output_tokens,
-            step_tokens=len(plan.decode) + plan.num_prefill_tokens,
+            step_tokens=plan.num_tokens,
             num_preemptions=len(plan.preempted),
             host_seconds=timings.host_seconds,
             device_seconds=timings.device_seconds,
@@ -348,4 +395,5 @@ class StepLoop:
             pages_cached=now.cached_pages,
             pages_stored=now.stored_pages - before.stored_pages,
             pages_loaded=now.loaded_pages - before.loaded_pages,
+            speculation=None if self._speculator is None else self._speculator.take_stats(),
         )

@@ -44,9 +44,9 @@ class StepTimings:
         The other choices of a user request share its leader's prompt.
         """
         now = time.monotonic()
-        self.output_tokens = len(committed)
+        self.output_tokens = sum(len(news.tokens) for news in committed)
         for news in committed:
-            if len(news.request.output_token_ids) == 1:
+            if _is_first(news):
                 if news.request.leader_id is None:
                     self.prompt_tokens += len(news.request.prompt_token_ids)
                 self.prefill_seconds.append(now - (news.request.started_time or self.began))
@@ -58,29 +58,33 @@ class StepTimings:
 
 
 def token_event(news: Committed, output: StepOutput, row: int) -> TokenEvent:
-    """The event of one drawn token, with the logprobs its request asked for."""
+    """The event of new tokens, with the logprobs their request asked for."""
     logprobs = None
-    first = len(news.request.output_token_ids) == 1
     wanted = news.request.params.logprobs
     if wanted is not None:
-        logprobs = (_token_logprobs(output, row, wanted),)
+        logprobs = tuple(_token_logprobs(output, row, at, wanted) for at in range(len(news.tokens)))
     return TokenEvent(
         news.request.request_id,
-        (news.token,),
+        news.tokens,
         logprobs,
         news.finish_reason,
         news.stop_reason,
         num_cached_tokens=news.request.num_cached_tokens,
-        prompt_logprobs=prompt_logprobs.take(news.request) if first else None,
+        prompt_logprobs=prompt_logprobs.take(news.request) if _is_first(news) else None,
     )
 
 
-def _token_logprobs(output: StepOutput, row: int, num_top: int) -> TokenLogprobs:
+def _is_first(news: Committed) -> bool:
+    """Whether the request had no output before."""
+    return len(news.request.output_token_ids) == len(news.tokens)
+
+
+def _token_logprobs(output: StepOutput, row: int, at: int, num_top: int) -> TokenLogprobs:
     raw = output.logprobs
-    ids, values = raw.top_ids[row, 0, :num_top], raw.top_logprobs[row, 0, :num_top]
+    ids, values = raw.top_ids[row, at, :num_top], raw.top_logprobs[row, at, :num_top]
     return TokenLogprobs(
-        logprob=float(raw.token_logprob[row, 0]),
-        rank=int(raw.token_rank[row, 0]),
+        logprob=float(raw.token_logprob[row, at]),
+        rank=int(raw.token_rank[row, at]),
         # Negative ids: fewer tokens are possible than were asked for.
         top=tuple((int(i), float(x)) for i, x in zip(ids, values, strict=True) if i >= 0),
     )

@@ -83,7 +83,7 @@ class StepTimes:
         the sizes, or fewer because of the context. At least what the smallest size may take. No
         limit while nobody decodes or no decode step was measured.
         """
-        decode = self._decode_seconds(num_decode)
+        decode = self.decode_seconds(num_decode)
         if not sizes or not num_decode or decode is None or not self._max_stall:
             return sizes[-1] if sizes else sys.maxsize
         points = self._mixed_points(num_decode)
@@ -112,13 +112,14 @@ class StepTimes:
         size, seconds = points[-1]
         return swap_is_cheaper(self._copy.seconds, seconds / size, page_size, num_groups)
 
-    def _decode_seconds(self, num_decode: int) -> float | None:
+    def decode_seconds(self, num_decode: int) -> float | None:
+        """What a decode step of so many rows takes; None: not known."""
         return _line_at(self._points(self._decode), _size_class(num_decode))
 
     def _mixed_points(self, num_decode: int) -> list[tuple[int, float]]:
         """(size class, seconds) of mixed steps with short contexts, from no prefill tokens on;
         empty if too little is measured."""
-        decode = self._decode_seconds(num_decode)
+        decode = self.decode_seconds(num_decode)
         if decode is None:
             return []
         points = self._points(self._mixed)

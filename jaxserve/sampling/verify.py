@@ -64,8 +64,7 @@ def verify(
     check_state(state, vocab_size)
     raw = logits[:, :, :vocab_size].reshape(rows * width, vocab_size)
     drafts = jnp.asarray(drafts)
-    valid = (drafts >= 0) & (drafts < vocab_size)
-    exists = jnp.cumprod(valid, axis=1, dtype=jnp.int32) > 0
+    exists = jnp.cumprod((drafts >= 0) & (drafts < vocab_size), axis=1, dtype=jnp.int32) > 0
     flat = per_position(sampling, width)
     reached = jnp.pad(exists, ((0, 0), (1, 0)), constant_values=True)
     flat = replace(flat, active=flat.active & reached.reshape(-1))

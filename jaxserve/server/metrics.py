@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from jaxserve.engine.outputs import OutputDelta, StepStats
+from jaxserve.engine.proposers.stats import SpeculationStats
 from jaxserve.sampling_params import SamplingParams
 
 _PREFIX = "jaxserve:"
@@ -46,6 +47,7 @@ class ServerMetrics:
         self.generation_tokens = self._counter("generation_tokens", "Output tokens drawn.")
         self.preemptions = self._counter("num_preemptions", "Requests put back by a full pool.")
         self._make_cache_metrics()
+        self._make_speculation_metrics()
         self._late_compiles_seen = 0
         self.late_compiles = self._counter(
             "late_compiles", "Programs compiled while serving; 0 in a healthy engine."
@@ -83,6 +85,23 @@ class ServerMetrics:
         )
         self.idle_seconds = self._counter(
             "device_idle_seconds", "Time the device waited for its next step while there was work."
+        )
+
+    def _make_speculation_metrics(self) -> None:
+        self.drafts = self._counter("spec_decode_num_drafts", "Rows of steps that had drafts.")
+        self.drafted = self._counter("spec_decode_num_draft_tokens", "Tokens drafted.")
+        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Drafts that held.")
+        self.emitted = self._counter(
+            "spec_decode_num_emitted_tokens", "Tokens of decode rows, with drafts or without."
+        )
+        self.decode_rows = self._counter(
+            "spec_decode_num_rows", "Decode rows run; emitted tokens per row is what a step yields."
+        )
+        self._accepted_at = Counter(
+            _PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that held, by their place.",
+            ["model_name", "position"],
+            registry=self.registry,
         )
 
     def _make_request_metrics(self) -> None:
@@ -125,6 +144,8 @@ class ServerMetrics:
         self.prompt_tokens.inc(stats.prompt_tokens)
         self.generation_tokens.inc(stats.output_tokens)
         self._count_cache(stats)
+        if stats.speculation is not None:
+            self._count_speculation(stats.speculation)
         for seconds in stats.queue_seconds:
             self.queue_time.observe(seconds)
         for seconds in stats.prefill_seconds:
@@ -138,6 +159,20 @@ class ServerMetrics:
         if stats.late_compiles > self._late_compiles_seen:  # the engine reports its running total
             self.late_compiles.inc(stats.late_compiles - self._late_compiles_seen)
             self._late_compiles_seen = stats.late_compiles
+
+    def _count_speculation(self, news: SpeculationStats) -> None:
+        for counter, amount in (
+            (self.drafts, news.num_drafts),
+            (self.drafted, news.num_drafted),
+            (self.accepted, news.num_accepted),
+            (self.emitted, news.num_emitted),
+            (self.decode_rows, news.num_rows),
+        ):
+            if amount:
+                counter.inc(amount)
+        for position, amount in enumerate(news.num_accepted_per_position):
+            if amount:
+                self._accepted_at.labels(self._model, str(position)).inc(amount)
 
     def _count_cache(self, stats: StepStats) -> None:
         self.kv_waste.set(stats.kv_waste_tokens)

@@ -6,6 +6,7 @@ from typing import Any
 from jaxserve.errors import InvalidRequestError
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.fields import bad_field, get_bool, get_int, get_object, show
+from jaxserve.speculative_config import parse_request_override
 
 _NUMBERS = (
     "n",
@@ -40,6 +41,7 @@ COMMON_FIELDS = frozenset(
         "priority",
         "timeout",
         "cache_salt",
+        "speculative",
         "return_token_ids",
         "add_special_tokens",
         # Known, and rightly without effect on the answer:
@@ -93,7 +95,12 @@ def parse_sampling(
             raise bad_field(name, f"{name} is {show(body[name])}; give a number")
     values.update((name, body[name]) for name in _PLAIN if body.get(name) is not None)
     values.update((name, get_bool(body, name, default)) for name, default in _FLAGS.items())
-    return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs)
+    return SamplingParams(
+        **values,
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        num_speculative_tokens=parse_request_override(body.get("speculative")),
+    )
 
 
 def parse_max_tokens(body: Mapping[str, Any], *names: str, least: int = 1) -> int | None:

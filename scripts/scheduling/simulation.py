@@ -113,7 +113,7 @@ class Simulation:
             plan.num_prefill_pairs,
         )
         tokens = {
-            item.request.request_id: 7 for item in (*plan.decode, *plan.prefill) if item.samples
+            item.request.request_id: [7] for item in (*plan.decode, *plan.prefill) if item.samples
         }
         self.committed += [(self.now, news) for news in self.scheduler.commit(plan, tokens)]
 

@@ -26,7 +26,7 @@ def program() -> Program:
         "step",
         step,
         args,
-        2,
+        range(2, 3),
         result=({"y": 0}, 0),
         shardings=places,
         identity="test",

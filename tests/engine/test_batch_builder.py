@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxserve.core.buckets import Bucket, bucket_table, pick_bucket
 from jaxserve.core.step_batch import MAX_SUPPRESS_IDS, StepBatch, resolve_previous
-from jaxserve.engine.batch_builder import build_batch, build_sampling, plan_rows
+from jaxserve.engine.batch_builder import InDraw, build_batch, build_sampling, plan_rows
 from jaxserve.engine.plan import Plan, Scheduled
 from jaxserve.engine.request import Request
 from jaxserve.sampling_params import MAX_LOGIT_BIAS, SamplingParams
@@ -254,21 +254,21 @@ def test_tokens_in_flight_resolve_on_the_device_to_what_the_host_would_have_sent
     harness.add(*(make_queued_request(name, size, 8) for name, size in (("a", 4), ("b", 7))))
     first = harness.schedule()
     bucket = TABLE[-1]
-    previous = {item.request.request_id: row for row, item in plan_rows(first, bucket)}
-    assert previous == {"a": 4, "b": 5}
+    previous = {item.request.request_id: InDraw(row, 1) for row, item in plan_rows(first, bucket)}
+    assert previous == {"a": (4, 1), "b": (5, 1)}
     second = harness.schedule()
     assert [item.start for item in second.decode] == [4, 7]
     early = build(second, bucket, previous_rows=previous)
     assert (early.prev_row[:4] == [4, 5, -1, -1]).all()
     assert (early.write_slot == -1).all()
 
-    drawn = {"a": 31, "b": 17}
+    drawn = {"a": [31], "b": [17]}
     harness.scheduler.commit(first, drawn)
     known = build(second, bucket)
     assert known.tokens[:2].tolist() == [31, 17]
     last_tokens = np.zeros((bucket.num_rows, 1), np.int32)
-    for name, token in drawn.items():
-        last_tokens[previous[name]] = token
+    for name, tokens in drawn.items():
+        last_tokens[previous[name].row] = tokens
     accepted = np.zeros(bucket.num_rows, np.int32)
     resolved = resolve_previous(early, last_tokens, accepted, PAGE_SIZE)
     for field in fields(known):

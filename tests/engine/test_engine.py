@@ -70,7 +70,7 @@ def test_b54_padding_does_not_change_logprobs() -> None:
         for others in (0, 3):
             company = [request(f"other{i}", [i] * 30, GREEDY) for i in range(others)]
             run = drive(engine, [request("it", PROMPTS[0], GREEDY), *company])
-            logprobs = [e.logprobs[0] for e in run.events if e.request_id == "it" and e.logprobs]
+            logprobs = [x for e in run.events if e.request_id == "it" for x in e.logprobs or ()]
             outputs.append((run.tokens["it"], [x.logprob for x in logprobs]))
     for tokens, logprobs in outputs[1:]:
         assert tokens == outputs[0][0]
@@ -114,6 +114,13 @@ class FlakyDispatch:
         return self.dispatch(*args)  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def single_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that count steps."""
+    limits = replace(engine.scheduler.limits, max_burst=1)
+    monkeypatch.setattr(engine.scheduler, "limits", limits)
+
+
 def run_with_failures(engine: Engine, at_step: int, failures: int) -> Run:
     run = Run()
     for item in greedy(PROMPTS):
@@ -133,6 +140,7 @@ def run_with_failures(engine: Engine, at_step: int, failures: int) -> Run:
     return run
 
 
+@pytest.mark.usefixtures("single_steps")
 def test_a_failed_step_is_recovered_and_changes_no_token(engine: Engine) -> None:
     expected = drive(engine, greedy(PROMPTS))
     for at_step in (0, 1, 5):
@@ -141,6 +149,7 @@ def test_a_failed_step_is_recovered_and_changes_no_token(engine: Engine) -> None
         assert set(got.finish.values()) == {"length"}
 
 
+@pytest.mark.usefixtures("single_steps")
 def test_a_step_that_fails_twice_ends_its_requests_and_the_engine_lives(engine: Engine) -> None:
     expected = drive(engine, greedy(PROMPTS))
     got = run_with_failures(engine, 3, failures=2)
@@ -201,6 +210,7 @@ def test_eos_stop_ids_and_min_tokens_end_where_they_should(engine: Engine) -> No
     assert run.events[-1].stop_reason is None
 
 
+@pytest.mark.usefixtures("single_steps")
 def test_finish_drops_what_came_after_the_stop_string(engine: Engine) -> None:
     item = request("s", PROMPTS[0], GREEDY)
     engine.add(item)

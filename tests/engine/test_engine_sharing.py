@@ -8,7 +8,14 @@ import pytest
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.request import Request
 from jaxserve.sampling_params import SamplingParams
-from tests.support.tiny_engine import drive, random_prompts, request, tiny_engine, tiny_model
+from tests.support.tiny_engine import (
+    drive,
+    random_prompts,
+    request,
+    single_steps,
+    tiny_engine,
+    tiny_model,
+)
 
 MODEL = tiny_model()
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -79,7 +86,7 @@ def test_evicted_prompts_come_back_from_host_memory(plain: Engine):
 
 
 def test_a_request_out_of_time_ends_with_what_it_has(monkeypatch: pytest.MonkeyPatch):
-    engine = tiny_engine(MODEL, max_batch_rows=2)
+    engine = single_steps(tiny_engine(MODEL, max_batch_rows=2))
     prompts = random_prompts(3, (9, 9))
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     requests = [request(name, p, params) for name, p in zip("abc", prompts, strict=True)]

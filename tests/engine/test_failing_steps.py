@@ -20,6 +20,7 @@ from tests.support.tiny_engine import (
     drive,
     random_prompts,
     request,
+    single_steps,
     take_in,
     tiny_engine,
     tiny_model,
@@ -37,7 +38,7 @@ MAX_STEPS = 400
 
 
 def make(**settings: Any) -> Engine:
-    engine = tiny_engine(MODEL, loader=PROGRAMS, **settings)
+    engine = single_steps(tiny_engine(MODEL, loader=PROGRAMS, **settings))
     engine.scheduler.step_times.swap_is_cheaper = lambda *_: True  # type: ignore[method-assign]
     return engine
 

@@ -20,6 +20,7 @@ from tests.support.tiny_engine import (
     drive,
     random_prompts,
     request,
+    single_steps,
     take_in,
     tiny_engine,
     tiny_model,
@@ -37,7 +38,7 @@ PAGE = 4
 
 
 def make(**settings: Any) -> Engine:
-    return tiny_engine(MODEL, loader=PROGRAMS, **settings)
+    return single_steps(tiny_engine(MODEL, loader=PROGRAMS, **settings))
 
 
 @pytest.fixture(scope="module")

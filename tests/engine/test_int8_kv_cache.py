@@ -58,7 +58,5 @@ def test_the_bits_of_a_row_are_its_own_in_int8_too() -> None:
 
 
 def test_other_types_are_refused() -> None:
-    with pytest.raises(
-        InvalidRequestError, match="'fp4'; choose auto, bf16, int8 or fp8"
-    ):
+    with pytest.raises(InvalidRequestError, match="'fp4'; choose auto, bf16, int8 or fp8"):
         EngineConfig(kv_cache_dtype="fp4")

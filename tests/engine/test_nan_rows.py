@@ -19,6 +19,7 @@ from tests.support.tiny_engine import (
     drive,
     random_prompts,
     request,
+    single_steps,
     take_in,
     tiny_engine,
     tiny_model,
@@ -33,7 +34,7 @@ NAN = "the model's logits are not numbers (NaN) for this request"
 
 def make_engine(kind: str, **settings: Any) -> Engine:
     make, options = MODELS[kind]
-    return tiny_engine(make(), loader=PROGRAMS[kind], **options, **settings)
+    return single_steps(tiny_engine(make(), loader=PROGRAMS[kind], **options, **settings))
 
 
 def spoil(engine: Engine, pages: Sequence[int]) -> None:

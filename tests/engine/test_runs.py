@@ -180,7 +180,7 @@ def test_a_saved_run_goes_on_beside_the_one_it_was(llm: LLM, tmp_path) -> None:
     assert loaded.wait(WAIT).token_ids == run.wait(WAIT).token_ids
     assert loaded.text == run.text
     with make_llm(max_model_len=60) as other:
-        with pytest.raises(InvalidRequestError, match="at most"):
+        with pytest.raises(InvalidRequestError, match=r"at most|room for"):
             other.load(tmp_path / "run")
         assert other.client.num_inflight == 0
 

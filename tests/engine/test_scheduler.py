@@ -286,7 +286,7 @@ def test_commits_out_of_order_are_a_bug():
     harness.schedule()
     later = harness.schedule()
     with pytest.raises(AssertionError, match="in order"):
-        harness.scheduler.commit(later, {"r": 1})
+        harness.scheduler.commit(later, {"r": [1]})
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -1,6 +1,7 @@
 """Random traffic on small pools: invariants, fairness, bounded ends, outputs that do not depend on
 how they were scheduled. The long version makes 10,000 operations in all."""
 
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,11 +24,27 @@ from jaxserve.engine.plan import Limits, Plan
 from jaxserve.engine.request import Request, Status
 from jaxserve.engine.step_times import StepTimes
 from jaxserve.errors import InvalidRequestError, QueueFullError
-from tests.support.scheduler_harness import VOCAB, Harness, expected_output, make_request
+from tests.support.scheduler_harness import (
+    VOCAB,
+    Harness,
+    expected_output,
+    make_request,
+    next_token,
+)
 
 MAX_QUEUE = 12
 MAX_OVERTAKES = 3  # few, so that ageing happens
 STEMS = [make_request(f"stem{i}", 24).prompt_token_ids for i in range(3)]
+
+
+def some_right_some_wrong(context: list[int]) -> list[int]:
+    """Up to five drafts, of which the first ones are right; often none, often all."""
+    right = zlib.crc32(b"right" + bytes(context)) % 5
+    wrong = zlib.crc32(b"wrong" + bytes(context)) % 3
+    drafts: list[int] = []
+    for _ in range(right):
+        drafts.append(next_token(context + drafts))
+    return drafts + [(next_token(context + drafts) + 1) % VOCAB] * wrong
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -53,19 +70,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_queue=st.just(MAX_QUEUE),
             max_chunk=st.sampled_from([None, 1, 3]),
             prefill_sizes=st.sampled_from([(), (4, 8, 24)]),
+            max_burst=st.sampled_from([1, 2, 8]),
         ),
+        drafts=st.booleans(),
     )
     def create(
         self, num_pages: int, page_size: int, windows: tuple[int | None, ...], prefix_cache: bool,
-        host_pages: int, depth: int, batching: str, policy: str, limits: Limits,
+        host_pages: int, depth: int, batching: str, policy: str, limits: Limits, drafts: bool,
     ) -> None:  # fmt: skip
         tokens = limits.max_batch_tokens
         sizes = tuple(sorted({min(size, tokens) for size in limits.prefill_sizes}))
         self.times = StepTimes()
         self.harness = Harness(
-            replace(limits, prefill_sizes=sizes, policy=policy, batching=batching),
+            replace(limits, prefill_sizes=sizes, policy=policy, batching=batching,
+                    max_burst=min(limits.max_burst, limits.max_chunk or tokens)),
             num_pages=1 + (num_pages - 1) * len(windows), page_size=page_size, windows=windows,
             prefix_cache=prefix_cache, host_pages=host_pages, step_times=self.times, depth=depth,
+            guess=some_right_some_wrong if drafts and not depth else None,
         )  # fmt: skip
         self.scheduler = self.harness.scheduler
         self.accepted: list[Request] = []
@@ -190,6 +211,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.num_steps += 1
             was_running = self.scheduler.running
             plan = self.harness.step()
+            self.done["burst"] += plan.steps > 1
+            self.done["drafts"] += plan.width > 1
             self.check_fairness(was_running, plan)
             self.num_empty = self.num_empty + 1 if plan.is_empty else 0
             if self.scheduler.has_work:
@@ -278,7 +301,7 @@ def test_ten_thousand_random_operations(done: Counter[str]):
                 suppress_health_check=list(HealthCheck),
             ),
         )  # fmt: skip
-        rare = min(done[kind] for kind in (*kinds, "evict", "hit", "load"))
+        rare = min(done[kind] for kind in (*kinds, "evict", "hit", "load", "burst", "drafts"))
         if sum(done[kind] for kind in kinds) >= 10_000 and rare >= 50:
             return
     pytest.fail(f"too little was tried: {done}")

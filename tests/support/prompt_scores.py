@@ -78,7 +78,7 @@ def found(run: Run) -> dict[str, PromptLogprobs]:
         name = event.request_id
         if event.prompt_logprobs is not None:
             assert name not in seen, "it comes with the first token and only once"
-            assert len(event.token_ids) == 1
+            assert event.token_ids
             first[name] = event.prompt_logprobs
         seen.add(name)
     return first

@@ -7,6 +7,7 @@ there; outputs are compared with the plain loop in `expected_output`.
 
 import zlib
 from collections import deque
+from collections.abc import Callable
 
 from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.plan import Committed, Limits, Plan, Scheduled, Transfers
@@ -81,7 +82,9 @@ class Harness:
         host_pages: int = 0,
         step_times: StepTimes | None = None,
         depth: int = 0,
+        guess: Callable[[list[int]], list[int]] | None = None,
     ) -> None:
+        """guess: drafts of what follows a context, for every request that decodes (depth 0)."""
         self.manager = KVManager(
             num_pages,
             page_size,
@@ -92,11 +95,13 @@ class Harness:
         )
         self.scheduler = Scheduler(limits, self.manager, step_times)
         self.max_total = min(limits.max_model_len, self.manager.capacity_tokens + 1)
+        assert guess is None or not depth, "drafts need their last token"
         self.depth = depth
-        self.in_flight: deque[tuple[Plan, dict[str, int]]] = deque()
+        self.guess = guess
+        self.in_flight: deque[tuple[Plan, dict[str, list[int]]]] = deque()
         self.device: dict[int, dict[int, Slot]] = {}  # page -> offset -> what was written there
         self.host: dict[int, dict[int, Slot]] = {}
-        self.drawn: dict[str, tuple[Request, int]] = {}
+        self.drawn: dict[str, tuple[Request, dict[int, int]]] = {}  # position -> token
         self.covered: dict[tuple[Request, int], int] = {}
         self.finished: dict[str, tuple[Request, str]] = {}
         self.steps = 0
@@ -120,14 +125,20 @@ class Harness:
         return plan
 
     def schedule(self) -> Plan:
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.drafts())
         self.scheduler.check_integrity()
         limits = self.scheduler.limits
         ids = [item.request.request_id for item in (*plan.decode, *plan.prefill)]
         assert len(ids) == len(set(ids)) <= limits.max_batch_rows
         assert len(plan.prefill) <= limits.max_prefill_rows
         assert plan.num_prefill_tokens <= limits.max_batch_tokens
-        assert all(item.num_tokens == 1 and item.samples for item in plan.decode)
+        assert all(item.num_tokens == 1 + len(item.drafts) for item in plan.decode)
+        assert all(item.samples for item in plan.decode)
+        if plan.steps > 1:
+            assert plan.steps <= limits.max_burst
+            assert plan.width == 1
+        if plan.steps > 1 or plan.width > 1:
+            assert not plan.prefill
         assert all(item.num_tokens >= 1 for item in plan.prefill)
         if limits.max_chunk:
             assert all(item.num_tokens <= limits.max_chunk for item in plan.prefill)
@@ -137,54 +148,93 @@ class Harness:
         plan, tokens = self.in_flight.popleft()
         committed = self.scheduler.commit(plan, tokens)
         self.scheduler.check_integrity()
-        for request, token, reason, _ in committed:
-            assert request.output_token_ids[-1] == token
+        for request, kept, reason, _ in committed:
+            assert tuple(request.output_token_ids[-len(kept) :]) == kept
             if reason is not None:
                 assert request.request_id not in self.finished
                 assert request.status is Status.FINISHED
                 self.finished[request.request_id] = (request, reason)
         return committed
 
-    def run(self, plan: Plan) -> dict[str, int]:
-        """The moves, then all writes, then all reads, as on the device. Chunks must follow each
-        other exactly."""
+    def drafts(self) -> dict[str, list[int]]:
+        if self.guess is None:
+            return {}
+        running = self.scheduler.running
+        guesses = {r.request_id: self.guess(r.token_ids(0, r.num_tokens)) for r in running}
+        return {name: guess for name, guess in guesses.items() if guess}
+
+    def run(self, plan: Plan) -> dict[str, list[int]]:
+        """The moves, then all writes, then all reads, as on the device, as many times as there are
+        steps. Chunks must follow each other exactly."""
         self.move(plan.transfers)
-        items = (*plan.decode, *plan.prefill)
-        for item in items:
-            request = item.request
-            key = (request, request.num_preemptions)
-            assert item.start == self.covered.get(key, item.start)
-            stop = self.covered[key] = item.start + item.num_tokens
-            for position in range(item.start, stop):
-                slot = (position, self.token(request, position))
-                for pages in request.pages:
-                    page, offset = self.place(pages, position)
-                    assert page > 0, "a token is written to a page that was given back"
-                    self.device.setdefault(page, {})[offset] = slot
-        drawn = {}
-        for item in items:
-            self.check_what_is_seen(item)
-            if item.samples:
-                request = item.request
-                length = item.start + item.num_tokens
-                context = [self.token(request, i) for i in range(length)]
-                drawn[request.request_id] = next_token(context)
-        self.drawn |= {
-            item.request.request_id: (item.request, drawn[item.request.request_id])
-            for item in items
-            if item.samples
-        }
+        drawn: dict[str, list[int]] = {}
+        for step in range(plan.steps):
+            items = [
+                item._replace(start=item.start + step) for item in (*plan.decode, *plan.prefill)
+            ]
+            for item in items:
+                self.write(item)
+            for item in items:
+                self.check_what_is_seen(item)
+                if item.samples:
+                    tokens = self.draw(item)
+                    wrong = 1 + len(item.drafts) - len(tokens)
+                    self.covered[item.request, item.epoch] -= wrong
+                    self.keep_drawn(item, tokens)
+                    drawn.setdefault(item.request.request_id, []).extend(tokens)
         return drawn
+
+    def keep_drawn(self, item: Scheduled, tokens: list[int]) -> None:
+        """What only the device knows until it is committed."""
+        name, first = item.request.request_id, item.start + item.num_tokens - len(item.drafts)
+        owner, known = self.drawn.get(name, (None, {}))
+        if owner is not item.request:
+            known = {}
+        known |= dict(enumerate(tokens, first))
+        self.drawn[name] = (item.request, known)
+
+    def write(self, item: Scheduled) -> None:
+        request = item.request
+        key = (request, request.num_preemptions)
+        assert item.start == self.covered.get(key, item.start)
+        self.covered[key] = item.start + item.num_tokens
+        tokens = self.tokens_of(item)
+        for position, token in enumerate(tokens, item.start):
+            for pages in request.pages:
+                page, offset = self.place(pages, position)
+                assert page > 0, "a token is written to a page that was given back"
+                self.device.setdefault(page, {})[offset] = (position, token)
+
+    def tokens_of(self, item: Scheduled) -> list[int]:
+        """Those that run."""
+        known = range(item.start, item.start + item.num_tokens - len(item.drafts))
+        return [self.token(item.request, i) for i in known] + list(item.drafts)
+
+    def draw(self, item: Scheduled) -> list[int]:
+        """The token after the last one, and one more after each draft that holds."""
+        context = [self.token(item.request, i) for i in range(item.start)]
+        context += self.tokens_of(item)
+        length = len(context) - len(item.drafts)
+        tokens = [next_token(context[:length])]
+        for draft in item.drafts:
+            if draft != tokens[-1]:
+                break
+            length += 1
+            tokens.append(next_token(context[:length]))
+        return tokens
 
     def check_what_is_seen(self, item: Scheduled) -> None:
         """The step's queries find every token before them, as far as each group's window goes."""
         request = item.request
+        tokens = self.tokens_of(item)
         for pages, window in zip(request.pages, self.manager.windows, strict=True):
             first = 0 if window is None else max(0, item.start - window + 1)
             for position in range(first, item.start + item.num_tokens):
                 page, offset = self.place(pages, position)
                 seen = self.device.get(page, {}).get(offset)
-                wanted = (position, self.token(request, position))
+                own = position - item.start
+                token = self.token(request, position) if own < 0 else tokens[own]
+                wanted = (position, token)
                 assert page > 0, f"{request.request_id} sees a page that was given back"
                 assert seen == wanted, f"{request.request_id} sees {seen} instead of {wanted}"
 
@@ -192,10 +242,9 @@ class Harness:
         """A token of a request, even if a step in flight drew it and only the device knows it."""
         if position < request.num_tokens:
             return request.token_ids(position, position + 1)[0]
-        owner, token = self.drawn[request.request_id]
+        owner, known = self.drawn[request.request_id]
         assert owner is request
-        assert position == request.num_tokens
-        return token
+        return known[position]
 
     def move(self, transfers: Transfers) -> None:
         for page, slot in transfers.stores:

@@ -1,7 +1,7 @@
 """Real engines over tiny random models, and a way to run requests that checks everything."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -83,6 +83,12 @@ def tiny_engine(
         loader=loader,
     )
     engine.warm_up()
+    return engine
+
+
+def single_steps(engine: Engine) -> Engine:
+    """The engine, with one decode step in each dispatch: for tests that stop it in the middle."""
+    engine.scheduler.limits = replace(engine.scheduler.limits, max_burst=1)
     return engine
 
 

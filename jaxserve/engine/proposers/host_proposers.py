@@ -1,10 +1,10 @@
 """The proposers that need nothing but tokens, made from a configuration."""
 
 from jaxserve.engine.proposers.base import Proposer
-from jaxserve.engine.proposers.config import SpeculativeConfig
 from jaxserve.engine.proposers.lookahead import LookaheadProposer
 from jaxserve.engine.proposers.ngram import NgramProposer
 from jaxserve.engine.proposers.suffix import SuffixProposer
+from jaxserve.speculative_config import SpeculativeConfig
 
 
 def make_host_proposer(config: SpeculativeConfig) -> Proposer | None:

@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from jaxserve.engine.proposers.config import (
-    MAX_DRAFTS,
+from jaxserve.engine.proposers.host_proposers import make_host_proposer
+from jaxserve.errors import InvalidRequestError
+from jaxserve.sampling_params import MAX_DRAFTS
+from jaxserve.speculative_config import (
     METHODS,
     WITH_MODEL,
     SpeculativeConfig,
     parse_request_override,
 )
-from jaxserve.engine.proposers.host_proposers import make_host_proposer
-from jaxserve.errors import InvalidRequestError
 
 
 def test_the_example_of_vllm():
@@ -93,26 +93,24 @@ def test_numbers_that_are_none_are_left_out():
 
 
 def test_requests_may_ask_for_fewer():
-    config = SpeculativeConfig("ngram", 4)
-    assert parse_request_override(None, config) is None
-    assert parse_request_override({}, config) is None
-    assert parse_request_override({"num_speculative_tokens": 0}, config) == 0
-    assert parse_request_override({"num_speculative_tokens": 4}, config) == 4
-    assert parse_request_override({"num_speculative_tokens": 0}, None) == 0
+    assert parse_request_override(None) is None
+    assert parse_request_override({}) is None
+    assert parse_request_override({"num_speculative_tokens": 0}) == 0
+    assert parse_request_override({"num_speculative_tokens": 4}) == 4
 
 
 @pytest.mark.parametrize(
-    ("given", "config", "said"),
+    ("given", "said"),
     [
-        ([], SpeculativeConfig("ngram", 4), "give an object such as"),
-        ({"k": 3}, SpeculativeConfig("ngram", 4), "known ones: num_speculative_tokens"),
-        ({"num_speculative_tokens": 5}, SpeculativeConfig("ngram", 4), "from 0 to 4"),
-        ({"num_speculative_tokens": -1}, SpeculativeConfig("ngram", 4), "from 0 to 4"),
-        ({"num_speculative_tokens": "2"}, SpeculativeConfig("ngram", 4), "from 0 to 4"),
-        ({"num_speculative_tokens": 2}, None, "runs without speculation"),
+        ([], "give an object such as"),
+        ({"k": 3}, "known ones: num_speculative_tokens"),
+        ({"num_speculative_tokens": 33}, "from 0 to 32"),
+        ({"num_speculative_tokens": -1}, "from 0 to 32"),
+        ({"num_speculative_tokens": "2"}, "from 0 to 32"),
+        ({"num_speculative_tokens": True}, "from 0 to 32"),
     ],
 )
-def test_wrong_wishes(given, config, said):
+def test_wrong_wishes(given, said):
     with pytest.raises(InvalidRequestError, match=said) as caught:
-        parse_request_override(given, config)
+        parse_request_override(given)
     assert caught.value.param == "speculative"

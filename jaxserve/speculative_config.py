@@ -9,9 +9,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.sampling_params import is_int
+from jaxserve.sampling_params import MAX_DRAFTS, is_int
 
-MAX_DRAFTS = 32
 _PARAM = "speculative_config"
 _REQUEST_PARAM = "speculative"
 _REQUEST_KEYS = ("num_speculative_tokens",)
@@ -137,11 +136,10 @@ class SpeculativeConfig:
             _refuse("quantization", quantization, want)
 
 
-def parse_request_override(given: Any, config: SpeculativeConfig | None) -> int | None:
+def parse_request_override(given: Any) -> int | None:
     """The most drafts per step that a request wants: of its `speculative` object. None: no wish.
 
-    Raises InvalidRequestError for other keys, and numbers outside 0 to what the server speculates
-    with. 0 is fine without speculation.
+    Raises InvalidRequestError for other keys, and for numbers that no server speculates with.
     """
     if given is None:
         return None
@@ -155,15 +153,11 @@ def parse_request_override(given: Any, config: SpeculativeConfig | None) -> int 
     number = given.get("num_speculative_tokens")
     if number is None:
         return None
-    most = 0 if config is None else config.num_speculative_tokens
-    if not is_int(number) or not 0 <= number <= most:
-        want = (
-            f"give a whole number from 0 to {most}, which this server speculates with"
-            if config is not None
-            else "this server runs without speculation: give 0 or leave it out"
-        )
+    if not is_int(number) or not 0 <= number <= MAX_DRAFTS:
         raise InvalidRequestError(
-            f"{_REQUEST_PARAM}.num_speculative_tokens is {_show(number)}; {want}", _REQUEST_PARAM
+            f"{_REQUEST_PARAM}.num_speculative_tokens is {_show(number)}; give a whole number from "
+            f"0 to {MAX_DRAFTS} (more than the server speculates with means as many as that)",
+            _REQUEST_PARAM,
         )
     return int(number)
 

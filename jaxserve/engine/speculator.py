@@ -1,0 +1,145 @@
+"""Speculation between two steps: who gets how many drafts, and what came of them.
+
+Drafts follow the last token a request has, so they can only be made once that is known: while
+`wants` says that some may pay, the loop commits a step before it plans the next. Otherwise, and
+whenever nobody has drafts, decoding is what it is without speculation, bursts included.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from jaxserve.core.buckets import Bucket, widest
+from jaxserve.core.step_batch import StepOutput
+from jaxserve.engine.batch_builder import InDraw
+from jaxserve.engine.plan import Drafts, Plan
+from jaxserve.engine.proposers.base import Proposer
+from jaxserve.engine.proposers.control import DraftControl
+from jaxserve.engine.proposers.host_proposers import make_host_proposer
+from jaxserve.engine.proposers.stats import SpeculationStats
+from jaxserve.engine.request import Request
+from jaxserve.errors import InvalidRequestError
+from jaxserve.speculative_config import SpeculativeConfig
+
+
+class Speculator:
+    """One proposer, how much it may propose, and what it achieved. Used by the engine's thread."""
+
+    def __init__(self, proposer: Proposer, control: DraftControl, num_drafts: int) -> None:
+        """num_drafts: the most that a request may have in a step."""
+        self.stats = SpeculationStats()  # since the start
+        self._told = self.stats.copy()
+        self._proposer = proposer
+        self._control = control
+        self._num_drafts = num_drafts
+        self._known: set[str] = set()  # requests that the proposer was asked about
+
+    def wants(self, running: Iterable[Request], buckets: Iterable[Bucket]) -> bool:
+        """Whether anybody may have drafts in the next step, by what is known of it before the
+        step in flight is committed. buckets: the shapes that are loaded."""
+        return any(self._limits(tuple(running), buckets))
+
+    def propose(
+        self,
+        running: Iterable[Request],
+        buckets: Iterable[Bucket],
+        is_alive: Callable[[str], bool],
+    ) -> Drafts | None:
+        """Drafts for the running requests, of which every token is committed. None: nobody was to
+        have any."""
+        self._forget(is_alive)
+        requests = [request for request in running if request.num_uncomputed == 1]
+        limits = self._limits(requests, buckets)
+        if not any(limits):
+            return None
+        self._known.update(request.request_id for request in requests)
+        drafts = self._proposer.propose(requests, limits)
+        width = self._control.width(requests, [len(draft) for draft in drafts])
+        return {
+            request.request_id: draft[: width - 1]
+            for request, draft in zip(requests, drafts, strict=True)
+            if draft[: width - 1]
+        }
+
+    def take_stats(self) -> SpeculationStats:
+        """What was counted since this was asked last."""
+        news, self._told = self.stats.since(self._told), self.stats.copy()
+        return news
+
+    def _limits(self, requests: Sequence[Request], buckets: Iterable[Bucket]) -> list[int]:
+        most = widest(buckets, len(requests)) - 1
+        if not most or not requests:
+            return []
+        return self._control.limits(
+            requests, [min(self._most(request), most) for request in requests]
+        )
+
+    def observe(
+        self,
+        plan: Plan,
+        output: StepOutput,
+        rows: Mapping[str, InDraw],
+        bucket: Bucket,
+        seconds: float,
+        *,
+        drafting: bool,
+    ) -> None:
+        """Tell what came of a committed step without prefill, and how long it took after the one
+        before. drafting: drafts were wanted for it, so that it waited for that one."""
+        accepted = np.asarray(output.num_accepted).tolist()
+        num_tokens = 0
+        for item in plan.decode:
+            name = item.request.request_id
+            row, _ = rows[name]
+            num_tokens += accepted[row] + 1
+            if not item.drafts:
+                for _ in range(plan.steps):
+                    self.stats.record(0, 0)
+                continue
+            self.stats.record(len(item.drafts), accepted[row])
+            self._proposer.observe(item.request, item.drafts, accepted[row])
+            self._control.observe(name, len(item.drafts), accepted[row])
+        self._control.observe_step(
+            len(plan.decode),
+            bucket.width,
+            seconds / plan.steps,
+            num_tokens // plan.steps,
+            drafting=drafting,
+        )
+
+    def _most(self, request: Request) -> int:
+        """By its own wish, and by the tokens it may still have."""
+        most = min(self._num_drafts, request.max_tokens - len(request.output_token_ids) - 1)
+        wish = request.params.num_speculative_tokens
+        return max(0, most if wish is None else min(most, wish))
+
+    def _forget(self, is_alive: Callable[[str], bool]) -> None:
+        for name in [name for name in self._known if not is_alive(name)]:
+            self._known.discard(name)
+            self._proposer.forget(name)
+            self._control.forget(name)
+
+
+def make_speculator(
+    config: SpeculativeConfig | None, buckets: Sequence[Bucket]
+) -> Speculator | None:
+    """What a configuration asks for, over an engine's shapes; None: no speculation.
+
+    Raises InvalidRequestError for a method that needs what this engine does not have.
+    """
+    if config is None:
+        return None
+    proposer = make_host_proposer(config)
+    if proposer is None:
+        raise InvalidRequestError(
+            f"speculative_config: the method {config.method} cannot run in this version; choose "
+            "ngram, suffix or lookahead",
+            "speculative_config",
+        )
+    control = DraftControl(
+        sorted({bucket.width for bucket in buckets}),
+        sorted({bucket.decode_rows for bucket in buckets}),
+        adaptive=config.adaptive,
+        disable_by_batch_size=config.disable_by_batch_size,
+    )
+    return Speculator(proposer, control, config.num_speculative_tokens)
