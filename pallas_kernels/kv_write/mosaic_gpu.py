@@ -110,7 +110,8 @@ def write_kv_mosaic(
                 page_size = pool[0].shape[3]
                 place = (layer[0], lax.div(slot, page_size), head)
                 offset = lax.rem(slot, page_size)
-                key = keys[i] if turns[i] is None else _rotate(*keys[i], *turns[i])
+                turn = turns[i]
+                key = keys[i] if turn is None else _rotate(*keys[i], *turn)
                 for j, x in enumerate((key, values[i])):
                     if quantised:
                         x, scale = _quantize(*x, pool[j].dtype)

@@ -24,24 +24,17 @@ class Case:
 
 
 CASES = (
-    Case("decode-one-token", ((1, 1),)),
-    Case("decode-ragged", ((1, 63), (1, 64), (1, 65), (0, 0), (1, 257)), splits=1),
+    Case("decode-ragged", ((1, 63), (1, 64), (1, 65), (0, 0), (1, 1)), splits=1),
     Case("decode-splits-3", ((1, 999), (1, 7), (0, 0)), splits=3),
     Case("decode-h128", ((1, 130),), num_heads=128, splits=2),
-    Case("decode-h40-page16", ((1, 50), (1, 200)), num_heads=40, page_size=16, splits=2),
-    Case("decode-page32", ((1, 33), (1, 150)), page_size=32, splits=1),
     Case("decode-page128", ((1, 129), (1, 200)), page_size=128, splits=2),
     Case("verify", ((3, 140), (8, 8), (0, 0)), width=8, splits=2),
-    Case("verify-h64", ((2, 70), (3, 3)), width=3, num_heads=64, splits=1),
-    Case("prefill-whole", (), ((18, 18),)),
-    Case("prefill-prefix", (), ((13, 74), (0, 0), (1, 129), (4, 4)), pad_tokens=5),
-    Case("prefill-h64", (), ((5, 66),), num_heads=64),
-    Case("mixed", ((1, 33), (0, 0)), ((9, 61), (3, 140)), pad_tokens=2, splits=2),
-    Case("rank256", ((1, 100),), ((6, 40),), num_heads=40, value_dim=256, rope_dim=32, splits=2),
-    Case("int8-decode", ((1, 130), (1, 7)), kv="int8", splits=2),
-    Case("int8-prefill", (), ((7, 70), (4, 4)), kv="int8", page_size=32),
-    Case("fp8-decode", ((1, 130), (1, 7)), kv="fp8", splits=1),
+    Case("prefill", (), ((13, 74), (0, 0), (1, 129), (18, 18)), pad_tokens=5),
+    Case("mixed-h40-page16", ((1, 33), (0, 0)), ((9, 61),), 1, 2, 40, page_size=16, splits=2),
+    Case("rank256", ((1, 100),), num_heads=40, value_dim=256, rope_dim=32, splits=2),
+    Case("int8", ((1, 130), (1, 7)), ((7, 70), (4, 4)), kv="int8", page_size=32, splits=2),
     Case("fp8-verify", ((4, 100),), width=4, kv="fp8", page_size=16, splits=2),
+    Case("fp8-prefill", (), ((4, 70),), kv="fp8", num_heads=64),
 )
 
 # What DeepSeek-V2-Lite, MiniCPM3, Kimi-K2 and DeepSeek-V3 ask for on one or several GPUs.

