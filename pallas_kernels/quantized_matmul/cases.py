@@ -57,3 +57,17 @@ CASES = (
     Case("fp8", 100, 100, 100),
     Case("fp8", 64, 257, 257),
 )
+
+# What the GPU kernels keep, each with its layout, in the size of an 8-billion-parameter Llama's
+# smallest square matrix.
+GPU_CASES = (
+    *((Case(form.name, 4096, 4096), "gpu") for form in _BLOCKS if form.name != "mxfp4"),
+    (Case("int4", 4096, 4096, 32, zeros=True), "gpu"),
+    (Case("int4", 4096, 4096, 128, zeros=True), "gpu"),
+    (Case("int8", 4096, 4096, 4096), "gpu"),
+    (Case("fp8", 4096, 4096, 128), "gpu"),
+    (Case("fp8", 4096, 4096, 4096), "gpu"),
+    (Case("int8", 4096, 4096, 4096), "gpu_w8a8"),
+    (Case("fp8", 4096, 4096, 128), "gpu_w8a8"),
+    (Case("fp8", 4096, 4096, 4096), "gpu_w8a8"),
+)

@@ -84,7 +84,7 @@ def expert_matmul(
     if x.shape != (rows.source.shape[0], K):
         raise ValueError(f"got rows {x.shape}, want {(rows.source.shape[0], K)}")
     padded_n, _ = padded_shape(w, spec)
-    tiles = tiles or choose_tiles(rows.tile, padded_n, spec.field)
+    tiles = tiles or choose_tiles(rows.tile, padded_n, spec.high_bits)
     if tiles.block_m != rows.tile:
         raise ValueError(f"rows come in tiles of {rows.tile}, want {tiles.block_m}")
     plan = make_plan(w, P, out_dtype, tiles=tiles, grouped=True)

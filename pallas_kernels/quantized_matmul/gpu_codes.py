@@ -30,24 +30,24 @@ def shift(spec: Spec) -> int:
     """What `numbers` subtracts from a code as the file has it, zero points aside."""
     if not spec.affine:
         return spec.middle
-    return 16 if spec.field else 8  # any would do; these cost nothing
+    return 16 if spec.high_bits else 8  # any would do; these cost nothing
 
 
 def numbers(spec: Spec, codes: Any, high: Any, vector: Vector) -> Numbers:
     """Codes of 64 rows of a block in shared memory, less `shift` and zero points.
 
-    codes [64, BK] of int4, int8 or e4m3; high [64, BK * field / 8] int8 or None, both refs.
+    codes [64, BK] of int4, int8 or e4m3; high [64, BK * high_bits / 8] int8 or None, both refs.
     """
     layout = mgpu.Layout.WGMMA_UPCAST_4X if spec.bits == 4 else mgpu.Layout.WGMMA_UPCAST_2X
     low = mgpu.layout_cast(mgpu.load(codes, layout=layout), mgpu.Layout.WGMMA)
-    fields = _fields(spec, high) if spec.field else []
+    fields = _fields(spec, high) if spec.high_bits else []
 
     def part(column: int, width: int) -> jax.Array:
         some = low[:, column : column + width]
         if spec.format_name == "fp8":
             return some.astype(jnp.float16)
         values = some.astype(jnp.bfloat16)
-        if spec.field:
+        if spec.high_bits:
             return _with_high_bits(spec, values, fields, column)
         base = 8 if spec.bits == 4 else 0  # subtracted already
         if "zeros" in spec.parts:
@@ -62,7 +62,7 @@ def numbers(spec: Spec, codes: Any, high: Any, vector: Vector) -> Numbers:
 def _fields(spec: Spec, high: Any) -> list[jax.Array]:
     """Each field of the planes alone, where it stands in its byte, as int8 [64, bytes]."""
     planes = mgpu.load(high, layout=mgpu.Layout.WGMMA_UPCAST_2X)
-    masks = [(2**spec.field - 1) << position for position in range(0, 8, spec.field)]
+    masks = [(2**spec.high_bits - 1) << position for position in range(0, 8, spec.high_bits)]
     signed = [mask - 256 if mask > 127 else mask for mask in masks]
     return [mgpu.layout_cast(planes & jnp.int8(mask), mgpu.Layout.WGMMA) for mask in signed]
 
@@ -74,8 +74,8 @@ def _with_high_bits(spec: Spec, low: jax.Array, fields: list[jax.Array], column:
     first = column // chunk * 32 + column % 32
     high = fields[number][:, first : first + low.shape[1]].astype(jnp.bfloat16)
     if number == len(fields) - 1:
-        offset += 8 * 2**spec.field  # its highest bit is flipped, and counts as a sign
-    return low + (high * jnp.bfloat16(16 / 2 ** (spec.field * number)) + jnp.bfloat16(offset))
+        offset += 8 * 2**spec.high_bits  # its highest bit is flipped, and counts as a sign
+    return low + (high * jnp.bfloat16(16 / 2 ** (spec.high_bits * number)) + jnp.bfloat16(offset))
 
 
 def factors(spec: Spec, vector: Vector, column: int) -> tuple[jax.Array, jax.Array | None]:

@@ -15,7 +15,7 @@ N is padded to a multiple of 128 and K to one of 128 (256 for 5-bit formats) wit
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -46,23 +46,23 @@ class Part:
 class Spec:
     """How a format is kept. parts: name -> Part. group: inputs that share a scale (0: dense).
 
-    bits: of the codes' low part (4 or 8). field: bits per input in "high" (0: there is none).
+    bits: of the codes' low part (4 or 8). high_bits: of an input in "high" (0: there is none).
     middle: what is subtracted from a code as the file has it: w = scale * (code - middle) + bias.
     affine: there is a bias, a minimum per group.
     """
 
     format_name: str
-    parts: Mapping[str, Part]
+    parts: Mapping[str, Part] = field(hash=False)
     group: int
     bits: int
-    field: int = 0
+    high_bits: int = 0
     middle: int = 0
     affine: bool = False
 
     @property
     def columns(self) -> int:
         """K is padded to a multiple of it."""
-        return 256 if self.field == 1 else _COLUMNS
+        return 256 if self.high_bits == 1 else _COLUMNS
 
 
 _NIBBLES, _BYTES = Part("uint8", 2, across=False), Part("int8", 1, across=False)
@@ -187,7 +187,7 @@ def _columns(spec: Spec, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray
     parts = _BLOCK_PARTS[spec.format_name](blocks)
     codes = parts.pop("whole", None)  # of more than four bits, [rows, blocks, weights]
     if codes is not None:
-        parts["high"] = _planes(codes.reshape(codes.shape[0], -1) >> 4, spec.field)
+        parts["high"] = _planes(codes.reshape(codes.shape[0], -1) >> 4, spec.high_bits)
         parts["codes"] = codes & 15
     flat = {name: part.reshape(part.shape[0], -1) for name, part in parts.items()}
     if spec.bits == 4:
@@ -195,13 +195,13 @@ def _columns(spec: Spec, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray
     return flat
 
 
-def _planes(high: np.ndarray, field: int) -> np.ndarray:
+def _planes(high: np.ndarray, high_bits: int) -> np.ndarray:
     """[rows, K] high bits -> int8 [rows, bytes]; see the module's docstring."""
-    fields = 8 // field
+    fields = 8 // high_bits
     R, K = high.shape
     whole = np.zeros((R, padded_columns(K, 32 * fields)), np.uint8)
     whole[:, :K] = high
-    shifts = np.arange(0, 8, field, dtype=np.uint8)[:, None]
+    shifts = np.arange(0, 8, high_bits, dtype=np.uint8)[:, None]
     planes = np.bitwise_or.reduce(whole.reshape(R, -1, fields, 32) << shifts, axis=2)
     return (planes ^ np.uint8(0x80)).reshape(R, -1).view(np.int8)
 
@@ -339,9 +339,9 @@ def _codes(spec: Spec, parts: Mapping[str, jax.Array]) -> jax.Array:
     T = codes.shape[0]
     codes = codes ^ jnp.uint8(0x88)
     low = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(T, -1)
-    if not spec.field:
+    if not spec.high_bits:
         return low.astype(jnp.float32)
     planes = lax.bitcast_convert_type(parts["high"], jnp.uint8) ^ jnp.uint8(0x80)
-    shifts = jnp.arange(0, 8, spec.field, dtype=jnp.uint8)[:, None]
-    high = (planes.reshape(T, -1, 1, 32) >> shifts) & jnp.uint8(2**spec.field - 1)
+    shifts = jnp.arange(0, 8, spec.high_bits, dtype=jnp.uint8)[:, None]
+    high = (planes.reshape(T, -1, 1, 32) >> shifts) & jnp.uint8(2**spec.high_bits - 1)
     return (low | (high.reshape(T, -1) << 4)).astype(jnp.float32)

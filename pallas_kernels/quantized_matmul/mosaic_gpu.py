@@ -22,7 +22,7 @@ from pallas_kernels.quantized_matmul.gpu_layout import (
     padded_shape,
     part_shapes,
 )
-from pallas_kernels.quantized_matmul.mosaic_kernel import Operand, Plan, operands, packed_product
+from pallas_kernels.quantized_matmul.mosaic_kernel import Plan, operands, packed_product
 from pallas_kernels.quantized_matmul.tiles import Tiles, choose_splits, choose_tiles
 
 
@@ -101,7 +101,7 @@ def make_plan(
     """How w is multiplied with M rows; with `grouped`, M is a multiple of tiles.block_m."""
     spec = gpu_spec(w)
     N, K = padded_shape(w, spec)
-    tiles = tiles or choose_tiles(M, N, spec.field)
+    tiles = tiles or choose_tiles(M, N, spec.high_bits)
     if K % tiles.block_k or N % tiles.block_n:
         block_k = tiles.block_k if K % tiles.block_k == 0 else 128
         block_n = tiles.block_n if N % tiles.block_n == 0 else 128
@@ -129,28 +129,42 @@ def _where_scales_go(spec: Spec, K: int, tiles: Tiles, eight_bit: bool) -> str:
 
 
 def run_plan(
-    plan: Plan, x: jax.Array, parts: dict[str, jax.Array], table: jax.Array | None, *,
+    plan: Plan,
+    x: jax.Array,
+    parts: dict[str, jax.Array],
+    table: jax.Array | None,
+    *,
     interpret: bool,
-) -> jax.Array:  # fmt: skip
-    """[M, N] (padded): x [rows, K] with a row's own scale taken out and put back.
+) -> jax.Array:
+    """[M, N] (padded) of x [rows, K] and w's parts, which have an axis of experts first.
 
-    parts: with an axis of experts first. table: see packed_product.
+    table: see packed_product. One function for all layers, so that equal products of a program are
+    traced and compiled once; interpreted, it is traced where it is called, for what watches that.
     """
+    run = _run if interpret else _run_once_traced
+    return run(plan, x, parts, table, interpret)
+
+
+def _run(
+    plan: Plan, x: jax.Array, parts: dict[str, jax.Array], table: jax.Array | None, interpret: bool
+) -> jax.Array:
     x = jnp.pad(x, ((0, plan.M - x.shape[0]), (0, plan.K - x.shape[1])))
     rounded, row_scale = _rounded(plan, x)
     arrays = {"x": rounded} | {name: _as_kernel_reads(plan, name, parts[name]) for name in parts}
     if plan.needs_sums:
         groups = rounded.reshape(plan.M, -1, plan.spec.group)
         arrays["x_sums"] = jnp.sum(groups.astype(jnp.float32), axis=2).T
-    taken: tuple[Operand, ...] = operands(plan)
-    inputs = [arrays[operand.name] for operand in taken]
+    inputs = [arrays[operand.name] for operand in operands(plan)]
     if table is not None:
         inputs.insert(0, table)
     pieces = packed_product(plan, interpret=interpret)(*inputs)
     y = pieces[0]
-    for piece in range(1, plan.splits):
+    for piece in range(1, plan.splits):  # one by one: their order is part of the result
         y = y + pieces[piece]
     return y if row_scale is None else y * row_scale
+
+
+_run_once_traced = jax.jit(_run, static_argnums=(0, 4))
 
 
 def _rounded(plan: Plan, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:

@@ -307,7 +307,7 @@ class _Block:
                 acc, codes.at[:, mgpu.ds(column, width)], x.at[:, mgpu.ds(column, width)].T
             )
         vector = self._vector(slot, height)
-        high = self.shared["high"].at[slot, self._rows(height)] if spec.field else None
+        high = self.shared["high"].at[slot, self._rows(height)] if spec.high_bits else None
         values = numbers(spec, codes, high, vector)
 
         def multiply(acc: Any, column: int, scaled: bool) -> None:

@@ -81,19 +81,19 @@ TABLE = (
 )  # fmt: skip
 
 
-def choose_tiles(rows: int, outputs: int, field: int = 0) -> Tiles:
+def choose_tiles(rows: int, outputs: int, high_bits: int = 0) -> Tiles:
     """Tiles for `rows` rows of activations and `outputs` (padded) rows of the matrix.
 
-    field: high bits to an input kept apart (see gpu_layout.py).
+    high_bits: of an input, kept apart (see gpu_layout.py).
     """
     tiles = next(row for row in TABLE if rows <= row.max_rows).tiles
     if outputs % tiles.block_n:
         tiles = replace(tiles, block_n=128)
-    if field == 1:  # comes in chunks of 256 inputs, which want much shared memory
+    if high_bits == 1:  # comes in chunks of 256 inputs, which want much shared memory
         shared = tiles.shared if tiles.block_m <= 32 else _ONE_RESIDENT
         return replace(tiles, block_m=min(64, tiles.block_m), block_k=256, shared=shared)
     # Pairs of bits have groups of 16 inputs, whose sums would fill the registers in long steps.
-    return replace(tiles, block_k=128) if field == 2 else tiles
+    return replace(tiles, block_k=128) if high_bits == 2 else tiles
 
 
 def choose_splits(steps: int, thread_blocks: int) -> int:
