@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jaxserve.core.kv_layout import KVLayout
 from jaxserve.core.kv_pool import KVPool, LayerKV, StackedPool
@@ -112,11 +112,21 @@ def _step(
     everywhere = PartitionSpec()
     return jax.shard_map(
         work,
-        mesh=AbstractMesh((devices,), (_AXIS,)),
+        mesh=_mesh(devices),
         in_specs=(heads, heads, heads, pool, own, everywhere, everywhere),
         out_specs=(heads, pool),
         check_vma=False,  # kernels do not say how their results vary
     )(q, k, v, kv, sinks, index, rows)
+
+
+def _mesh(devices: int) -> AbstractMesh:
+    """That of the program that is traced, which also says what GPU it is for, if it has one."""
+    around = jax.sharding.get_abstract_mesh()
+    if _AXIS in around.axis_names:
+        return around
+    return AbstractMesh(
+        (devices,), (_AXIS,), axis_types=(AxisType.Auto,), abstract_device=around.abstract_device
+    )
 
 
 def _write_and_attend(

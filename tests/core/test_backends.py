@@ -12,6 +12,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.core.backends import (
     choose_backend,
     default_page_size,
+    make_ops,
     refusal,
     weight_layout,
     why_reference,
@@ -125,3 +126,10 @@ def test_the_native_kernels_do_not_read_fp8() -> None:
             settle_backend(replace(config, attention_backend="cpu"), spec_of(), jax.devices()[0])
     settled = settle_backend(config, spec_of(), jax.devices()[0])
     assert settled.attention_backend == "reference"
+
+
+def test_programs_for_a_gpu_can_be_made_elsewhere() -> None:
+    ops = make_ops("mosaic_gpu", spec_of(), num_devices=2)
+    assert ops.name == "mosaic_gpu"
+    assert ops == make_ops("mosaic_gpu", spec_of(), num_devices=2)
+    assert hash(ops) == hash(make_ops("mosaic_gpu", spec_of(), num_devices=2))

@@ -19,7 +19,6 @@ from jaxserve.core.backends import make_ops
 from jaxserve.core.kv_layout import KVLayout, kv_layout
 from jaxserve.core.kv_pool import KVPool, make_pool
 from jaxserve.core.ops import Ops
-from jaxserve.core.paged_attend import PagedAttend
 from jaxserve.core.step_batch import StepBatch
 from jaxserve.loading.random_init import random_tensors, standard_noise
 from jaxserve.models.base import Config, ModelDef, Params, ParamSpec, WeightNames
@@ -45,7 +44,8 @@ class PagedSequence:
 class PagedModel:
     """A model, its weights and a pool whose every slot starts as NaN: reading a free one shows.
 
-    num_pages: of each table group. layout: None: that of the model.
+    num_pages: of each table group. layout: None: that of the model. kv_dtype: of the pool; one of
+    8 bits has NaN for scales.
     """
 
     model: ModelDef
@@ -57,21 +57,27 @@ class PagedModel:
     jitted: bool = False  # the whole step as one donated program, as the engine has it
     layout: KVLayout | None = None
     backend: str = "reference"
+    kv_dtype: str = "float32"
+    width: int = 1  # tokens a decode row owns
     ops: Ops = field(init=False)
     pool: KVPool = field(init=False)
 
     def __post_init__(self) -> None:
         spec = self.model.kv_spec(self.config)
         layout = self.layout = self.layout or kv_layout(spec)
-        attend = PagedAttend(layout, self.backend)
-        self.ops = replace(make_ops(self.backend, spec), attend=attend)
+        ops = make_ops(self.backend, spec)
+        self.ops = replace(ops, attend=replace(ops.attend, layout=layout))
         num_pages = layout.num_tables * self.num_pages
-        pool = make_pool(layout, num_pages, self.page_size, np.dtype("float32"))
-        self.pool = jax.tree.map(lambda pages: jnp.full_like(pages, jnp.nan), pool)
+        dtype = jnp.dtype(self.kv_dtype)
+        pool = make_pool(layout, num_pages, self.page_size, dtype, backend=self.backend)
+        junk = 77 if dtype == jnp.int8 else jnp.nan
+        self.pool = jax.tree.map(
+            lambda pages: jnp.full_like(pages, junk if pages.dtype == dtype else jnp.nan), pool
+        )
 
     def step(
         self,
-        decode: Sequence[tuple[PagedSequence, int] | None] = (),
+        decode: Sequence[tuple[PagedSequence, int | Sequence[int]] | None] = (),
         prefill: Sequence[tuple[PagedSequence, Sequence[int]]] = (),
         *,
         pad_rows: int = 0,
@@ -80,7 +86,7 @@ class PagedModel:
     ) -> list[np.ndarray]:
         """One step. Logits [tokens, V] of every decode row, then of every prefill row.
 
-        decode: a sequence and its next token, or None for a padded row. junk: the token id and
+        decode: a sequence and its next token (up to `width` of them), or None for a padded row. junk: the token id and
         position that padding carries.
         """
         batch, owned = self._batch(decode, prefill, pad_rows, pad_tokens, junk)
@@ -90,17 +96,18 @@ class PagedModel:
 
     def _batch(
         self,
-        decode: Sequence[tuple[PagedSequence, int] | None],
+        decode: Sequence[tuple[PagedSequence, int | Sequence[int]] | None],
         prefill: Sequence[tuple[PagedSequence, Sequence[int]]],
         pad_rows: int,
         pad_tokens: int,
         junk: int,
     ) -> tuple[StepBatch, list[tuple[int, int]]]:
         rows: list[tuple[PagedSequence, Sequence[int]] | None] = [
-            None if row is None else (row[0], [row[1]]) for row in decode
+            None if row is None else (row[0], [row[1]] if isinstance(row[1], int) else row[1])
+            for row in decode
         ]
         rows += [*prefill, *[None] * pad_rows]
-        T = len(decode) + sum(len(tokens) for _, tokens in prefill) + pad_tokens
+        T = self.width * len(decode) + sum(len(tokens) for _, tokens in prefill) + pad_tokens
         R = len(rows)
         flat = {
             "tokens": np.full(T, junk, np.int32),
@@ -114,9 +121,10 @@ class PagedModel:
         table = np.zeros((G, R, self.pages_per_row), np.int32)
         owned, start = [], 0
         for index, row in enumerate(rows):
+            is_decode = index < len(decode)
             query_starts[index] = start
             if row is None:
-                start += index < len(decode)
+                start += self.width * is_decode
                 continue
             sequence, tokens = row
             at = slice(start, start + len(tokens))
@@ -131,7 +139,7 @@ class PagedModel:
             sequence.length += len(tokens)
             query_lens[index], kv_lens[index] = len(tokens), sequence.length
             owned.append((start, len(tokens)))
-            start += len(tokens)
+            start += self.width if is_decode else len(tokens)
         batch = StepBatch(
             **flat,
             prev_row=np.full(T, -1, np.int32),
@@ -144,7 +152,7 @@ class PagedModel:
             state_slot=np.zeros(R, np.int32),
             sample_at=np.zeros((R, 1), np.int32),
             decode_rows=len(decode),
-            width=1,
+            width=self.width,
         )
         return batch, owned
 
