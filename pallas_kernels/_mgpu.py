@@ -231,7 +231,7 @@ def copy_gmem_to_smem(src: Any, dst: Any, barrier: Any, *, name: str = "", **opt
         jax.debug.callback(functools.partial(_COUNTER.add, name, size))
 
 
-def swizzle_transforms(columns: int, dtype: Any, span: int = 128) -> tuple[Any, ...]:
+def swizzle_transforms(columns: int, dtype: Any, span: int = 128, rows: int = 8) -> tuple[Any, ...]:
     """Transforms of a [..., n, columns] operand of TMA and wgmma in shared memory.
 
     The widest swizzle (128, 64 or 32 bytes) that divides a row, at most `span`; slices along
@@ -241,7 +241,7 @@ def swizzle_transforms(columns: int, dtype: Any, span: int = 128) -> tuple[Any, 
     bits = jax.dtypes.itemsize_bits(dtype)
     for swizzle in (128, 64, 32):
         if swizzle <= span and columns * bits % (swizzle * 8) == 0:
-            tiling = plgpu.TilingTransform((8, swizzle * 8 // bits))
+            tiling = plgpu.TilingTransform((rows, swizzle * 8 // bits))
             return tiling, plgpu.SwizzleTransform(swizzle)
     return ()
 

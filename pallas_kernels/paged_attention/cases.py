@@ -57,35 +57,131 @@ ODD_CASES = (
     Case("tree-window", ((5, 140), (4, 66)), width=5, window=30, tree=True, sinks=True),
 )
 
-# Prefill rows for the GPU kernel, whose tiles are 128 rows (tokens times heads of a group), and 128
-# or 64 keys: chunks with and without a prefix, one-token rows, empty rows, padding, and rows that
-# begin at no multiple of 8.
+
+@dataclass(frozen=True)
+class PoolCase(Case):
+    """A case on the GPU's pool. cache: bf16, int8 or fp8; splits: of a decode row's keys."""
+
+    cache: str = "bf16"
+    splits: int = 1
+
+
+# Chosen so that every value of an axis meets every value of most others: head_dim 64 to 256, query
+# heads per KV head 1 to 16, pages 16 to 128, the cache, lengths around a tile of 64, and options.
+GPU_DECODE_CASES = (
+    PoolCase("d64-g1", ((1, 1), (1, 63)), head_dim=64, num_heads=2),
+    PoolCase(
+        "d64-g8-verify", ((1, 65), (7, 130)), width=8, head_dim=64, num_heads=8, num_kv_heads=1,
+        page_size=64, cache="int8", window=100, sinks=True,
+    ),
+    PoolCase(
+        "d64-g16-long", ((1, 999), (0, 0)), head_dim=64, num_heads=16, num_kv_heads=1,
+        page_size=128, cache="fp8", softcap=30.0, splits=3,
+    ),
+    PoolCase(
+        "d64-g5-tree", ((3, 70), (2, 2)), width=3, head_dim=64, num_heads=5, num_kv_heads=1,
+        page_size=32, softcap=3.0, sinks=True, tree=True,
+    ),
+    PoolCase(
+        "d80-g1-window-1", ((1, 64), (1, 65)), head_dim=80, num_heads=2, cache="fp8", window=1,
+        sinks=True,
+    ),
+    PoolCase(
+        "d80-g4-verify", ((2, 130), (1, 1)), width=2, head_dim=80, num_heads=4, num_kv_heads=1,
+        page_size=64, softcap=30.0, splits=3,
+    ),
+    PoolCase(
+        "d80-g7", ((1, 63), (0, 0)), head_dim=80, num_heads=7, num_kv_heads=1, page_size=32,
+        cache="int8",
+    ),
+    PoolCase(
+        "d96-g5-tree", ((4, 66), (1, 9)), width=4, head_dim=96, num_heads=5, num_kv_heads=1,
+        cache="int8", tree=True, splits=3,
+    ),
+    PoolCase(
+        "d96-g16-long", ((1, 999), (1, 1)), head_dim=96, num_heads=16, num_kv_heads=1,
+        page_size=64, window=700, splits=3,
+    ),
+    PoolCase(
+        "d96-g1", ((1, 65), (1, 63)), head_dim=96, num_heads=1, num_kv_heads=1, page_size=128,
+        cache="fp8", softcap=30.0, sinks=True,
+    ),
+    PoolCase("d128-g4", ((1, 200), (1, 1), (0, 0)), head_dim=128, num_heads=8, page_size=64),
+    PoolCase(
+        "d128-g8-verify", ((7, 150), (1, 65)), width=8, head_dim=128, num_heads=8, num_kv_heads=1,
+        cache="fp8", window=100,
+    ),
+    PoolCase(
+        "d128-g7", ((1, 65), (1, 64)), head_dim=128, num_heads=7, num_kv_heads=1, window=1,
+        sinks=True,
+    ),
+    PoolCase(
+        "d128-g4-long", ((1, 63), (1, 999)), head_dim=128, num_heads=4, num_kv_heads=1,
+        page_size=32, cache="int8", sinks=True, splits=3,
+    ),
+    PoolCase(
+        "d128-g16-verify-tree", ((8, 65),), width=8, head_dim=128, num_heads=16, num_kv_heads=1,
+        page_size=64, tree=True,
+    ),
+    PoolCase(
+        "d256-g4", ((1, 130), (1, 1)), head_dim=256, num_heads=4, num_kv_heads=1, window=100,
+        splits=3,
+    ),
+    PoolCase(
+        "d256-g16-verify", ((8, 70),), width=8, head_dim=256, num_heads=16, num_kv_heads=1,
+        page_size=64, cache="int8", softcap=30.0, sinks=True,
+    ),
+    PoolCase(
+        "d256-g5", ((1, 64), (1, 63)), head_dim=256, num_heads=5, num_kv_heads=1, page_size=128,
+        cache="fp8",
+    ),
+)  # fmt: skip
+
+# Tiles of the prefill kernel are 128 rows (tokens times heads of a group) and 128 or 64 keys:
+# chunks with and without a prefix, one-token rows, empty rows, padding, rows that begin at no
+# multiple of 8, and one row whose two warpgroups see different keys.
 GPU_PREFILL_CASES = (
-    Case("prefix-g4", (), ((70, 131),), num_heads=4, num_kv_heads=1, head_dim=64, pad_tokens=10),
-    Case("rows-g1", (), ((1, 1), (0, 0), (7, 64), (3, 65)), num_kv_heads=4, head_dim=80),
-    Case(
+    PoolCase(
+        "prefix-g4", (), ((70, 131),), num_heads=4, num_kv_heads=1, head_dim=64, pad_tokens=10
+    ),
+    PoolCase(
+        "rows-g1", (), ((1, 1), (0, 0), (7, 64), (3, 65)), num_kv_heads=4, head_dim=80,
+        page_size=64, cache="int8",
+    ),
+    PoolCase(
         "halves-g1", (), ((140, 190),), num_heads=1, num_kv_heads=1, head_dim=64, page_size=64,
         window=100, softcap=30.0,
     ),
-    Case(
+    PoolCase(
         "long-g5", (), ((20, 999),), num_heads=5, num_kv_heads=1, head_dim=96, page_size=32,
-        sinks=True,
+        sinks=True, cache="fp8",
     ),
-    Case(
+    PoolCase(
         "window-g8", (), ((33, 300), (5, 300)), num_heads=8, num_kv_heads=1, head_dim=128,
-        page_size=128, window=100,
+        page_size=128, window=100, cache="int8",
     ),
-    Case(
-        "softcap-g7", (), ((17, 65),), num_heads=14, num_kv_heads=2, head_dim=256, page_size=64,
+    PoolCase(
+        "softcap-g7", (), ((17, 65),), num_heads=7, num_kv_heads=1, head_dim=256, page_size=64,
         softcap=30.0, pad_tokens=3,
     ),
-    Case(
+    PoolCase(
         "window1-g16", (), ((9, 63), (0, 0), (5, 64)), num_heads=16, num_kv_heads=1, head_dim=128,
-        window=1, sinks=True,
+        window=1, sinks=True, cache="fp8",
     ),
-    Case(
+    PoolCase(
         "wide-page", (), ((11, 200),), num_heads=2, num_kv_heads=2, head_dim=256, page_size=128,
-        window=64,
+        window=64, cache="int8",
     ),
-    Case("small-page-g4", (), ((37, 150),), num_kv_heads=1, head_dim=80, window=100, sinks=True),
+    PoolCase(
+        "small-page-g4", (), ((37, 150),), num_kv_heads=1, head_dim=80, window=100, sinks=True,
+        cache="fp8",
+    ),
+    PoolCase(
+        "plain-g4", (), ((9, 70), (60, 140)), num_heads=4, num_kv_heads=1, head_dim=128,
+        page_size=64, pad_tokens=27,
+    ),
+    PoolCase("bits-int8", (), ((13, 90), (6, 20)), num_heads=2, num_kv_heads=1, head_dim=64,
+             window=30, pad_tokens=5, cache="int8"),
+    PoolCase("bits-bf16", (), ((13, 90), (6, 20)), num_heads=2, num_kv_heads=1, head_dim=96,
+             window=30, pad_tokens=5),
 )  # fmt: skip
