@@ -1,26 +1,32 @@
 """Whole steps of Llama-3-8B compiled for an H200, and what the compilers say about each."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxserve.core.backends import make_ops
 from jaxserve.core.buckets import Bucket
 from jaxserve.core.kv_layout import kv_layout
 from jaxserve.core.kv_pool import KVPool, make_pool, pool_shapes
 from jaxserve.core.mesh import replicated
+from jaxserve.core.program_loader import Program, ProgramLoader
 from jaxserve.core.program_memory import tree_bytes
 from jaxserve.core.step_batch import StepBatch
-from jaxserve.engine.batch_builder import build_batch
+from jaxserve.engine.batch_builder import build_batch, build_sampling
+from jaxserve.engine.bursts import MAX_BURST
 from jaxserve.engine.plan import Plan
+from jaxserve.engine.programs import LastOutput, Programs
 from jaxserve.loading.describe import DescribedModel
 from jaxserve.models.base import Params
 from jaxserve.planning.compiled_kernels import CompiledKernel, report_of
 from jaxserve.planning.h200 import h200_mesh
+from jaxserve.sampling import make_state
 from scripts.gpu_kernels.llama import KV_TYPES, Row, Work, described, step_work
 
 PAGE_SIZE = 64
@@ -72,41 +78,78 @@ class StepReport:
 
 
 def compile_step(name: str, weights: str, kv: str, layers: int) -> StepReport:
-    """The step `name` of STEPS, from tokens to the likeliest next ones; the pool is donated.
+    """The engine's own programs for the step `name` of STEPS, sampling included.
 
     Raises RuntimeError, as XLA does, for what does not compile.
     """
     step, model = STEPS[name], described(weights, layers)
     pool = _pool(model, kv)
-    batch = build_batch(
-        Plan(), step.bucket, num_groups=1, pages_per_row=_PAGES_PER_ROW, page_size=PAGE_SIZE
-    )
     mesh = h200_mesh()
-    place = replicated(mesh)
-    args = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        (model.params, pool, batch),
-    )
-
-    def compile_it() -> jax.stages.Compiled:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return jax.jit(_run(model), donate_argnums=1).lower(*args).compile()
-
     began = time.monotonic()
-    report = report_of(compile_it)
-    memory = report.compiled.memory_analysis()
-    pool_bytes = tree_bytes(pool)
+    compiled: list[jax.stages.Compiled] = []
+    kernels: list[CompiledKernel] = []
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        for program in _programs(model, step.bucket, pool, mesh):
+            report = report_of(lambda program=program: ProgramLoader().compile(program).compiled)
+            compiled.append(report.compiled)
+            kernels += report.kernels
+    memory = [one.memory_analysis() for one in compiled]
+    temporaries = max(one.temp_size_in_bytes for one in memory)
     return StepReport(
         name=name,
         weights=weights,
         kv=kv,
         layers=layers,
-        kernels=report.kernels,
-        temporaries=memory.temp_size_in_bytes,
-        in_place=memory.alias_size_in_bytes >= pool_bytes > 10 * memory.temp_size_in_bytes,
+        kernels=tuple(kernels),
+        temporaries=temporaries,
+        in_place=memory[0].alias_size_in_bytes >= tree_bytes(pool) > 10 * temporaries,
         work=step_work(model, kv, step.rows, step.sampled),
         seconds=time.monotonic() - began,
     )
+
+
+def _programs(model: DescribedModel, bucket: Bucket, pool: KVPool, mesh: Mesh) -> Iterator[Program]:
+    """Of shapes on the mesh: what the engine runs for a step of this bucket. The first one has the
+    pool, which is given away."""
+    rows = bucket.num_rows
+    draws = max(MAX_BURST, bucket.width)
+    programs = Programs(
+        model.model,
+        model.config,
+        make_ops("mosaic_gpu", model.model.kv_spec(model.config)),
+        vocab_size=model.vocab_size,
+        page_size=PAGE_SIZE,
+        max_rows=rows,
+        max_steps=MAX_BURST,
+        max_draws=draws,
+        mesh=mesh,
+    )
+    made = (
+        model.params,
+        pool,
+        build_batch(
+            Plan(), bucket, num_groups=1, pages_per_row=_PAGES_PER_ROW, page_size=PAGE_SIZE
+        ),
+        build_sampling(Plan(), bucket),
+        jax.eval_shape(lambda: make_state(rows + 1, model.vocab_size)),
+        LastOutput(
+            jax.ShapeDtypeStruct((rows, draws), jnp.int32),
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
+        ),
+    )
+    place = replicated(mesh)
+    params, pool, batch, sampling, state, last = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), made
+    )
+    if bucket.width > 1:
+        yield programs.verify_program(params, pool, state, batch, sampling)
+    elif not bucket.prefill_tokens:
+        yield programs.decode_program(params, pool, state, batch, last, sampling)
+    else:
+        forward = programs.forward_program(params, pool, batch, last)
+        yield forward
+        hidden, *_ = jax.eval_shape(forward.function, *forward.args)
+        yield programs.sample_program(params, hidden, sampling, state)
 
 
 def decode_step(model: DescribedModel, rows: int, context: int) -> tuple[Any, tuple[Any, ...]]:
