@@ -175,7 +175,8 @@ def linear(
     """
     if isinstance(w, QuantizedArray | StackedRows):
         fused = bias is None and add_to is not None and add_to.dtype == x.dtype == jnp.float32
-        y = matmul(x, w, add_to if fused else None, interpret=interpret)
+        rounded = x.dtype if bias is None else jnp.float32  # where the kernel can, on its way out
+        y = matmul(x, w, add_to if fused else None, out_dtype=rounded, interpret=interpret)
         if fused:
             return y
     else:

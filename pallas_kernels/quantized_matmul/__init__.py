@@ -1,5 +1,8 @@
 """Products with weight matrices that stay packed, and rows taken out of them."""
 
+from importlib import import_module
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -14,15 +17,9 @@ from pallas_kernels.quantized_matmul.cpu import (
     panels_shape,
     take_rows_panels,
 )
-from pallas_kernels.quantized_matmul.experts import (
-    ExpertRows,
-    expert_matmul,
-    group_by_expert,
-)
 from pallas_kernels.quantized_matmul.formats import FORMATS, Format
 from pallas_kernels.quantized_matmul.gpu_layout import LAYOUTS as GPU_LAYOUTS
 from pallas_kernels.quantized_matmul.gpu_layout import gpu_layout, pack_gpu, part_shapes
-from pallas_kernels.quantized_matmul.mosaic_gpu import matmul_gpu, take_rows_gpu
 from pallas_kernels.quantized_matmul.reference import (
     dequantize,
     in_input_order,
@@ -50,6 +47,20 @@ __all__ = [
 
 
 _LAYOUTS = ("rows", "panels", *GPU_LAYOUTS)
+# What needs the GPU side of Pallas, whose import takes half a second, comes when it is asked for.
+_ON_GPUS = {
+    "ExpertRows": "experts",
+    "expert_matmul": "experts",
+    "group_by_expert": "experts",
+    "matmul_gpu": "mosaic_gpu",
+    "take_rows_gpu": "mosaic_gpu",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_GPUS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ON_GPUS[name]}"), name)
 
 
 def matmul(
@@ -57,9 +68,11 @@ def matmul(
     w: QuantizedArray | StackedRows,
     add_to: jax.Array | None = None,
     *,
+    out_dtype: Any = jnp.float32,
     interpret: bool = False,
 ) -> jax.Array:
-    """x [..., K] times packed w [N, K], plus add_to [..., N] float32 if given: float32 [..., N].
+    """x [..., K] times packed w [N, K], plus add_to [..., N] float32 if given: [..., N] of
+    out_dtype, summed in float32.
 
     Activations stay float32 (bfloat16 ones are widened), and every weight is expanded to the
     float32 number it stands for before it is multiplied. The array's layout says which backend
@@ -75,19 +88,22 @@ def matmul(
             f"got {add_to.dtype} {add_to.shape}"
         )
     if isinstance(w, QuantizedArray) and w.layout == "panels":
-        return matmul_panels(_inputs(x, w), w, add_to)
+        return matmul_panels(_inputs(x, w), w, add_to).astype(out_dtype)
+    summed = out_dtype if add_to is None else jnp.float32
     if isinstance(w, StackedRows):
-        pieces = [matmul(x, piece, interpret=interpret) for piece in w.pieces]
+        pieces = [matmul(x, piece, out_dtype=summed, interpret=interpret) for piece in w.pieces]
         y = jnp.concatenate(pieces, axis=-1)
     elif w.layout == "rows":
         y = matmul_reference(_inputs(x, w), w)
     elif w.layout in GPU_LAYOUTS:
-        y = matmul_gpu(x, w, interpret=interpret)
+        from pallas_kernels.quantized_matmul.mosaic_gpu import matmul_gpu
+
+        y = matmul_gpu(x, w, out_dtype=summed, interpret=interpret)
     else:
         raise NotImplementedError(
             f"quantized_matmul has no layout {w.layout!r}; it has: {', '.join(_LAYOUTS)}"
         )
-    return y if add_to is None else add_to + y
+    return (y if add_to is None else add_to + y).astype(out_dtype)
 
 
 def gated_matmul(
@@ -125,6 +141,8 @@ def take_rows(w: QuantizedArray | StackedRows, rows: jax.Array) -> jax.Array:
     if w.layout == "panels":
         return in_input_order(w, take_rows_panels(w, rows))
     if w.layout in GPU_LAYOUTS:
+        from pallas_kernels.quantized_matmul.mosaic_gpu import take_rows_gpu
+
         return in_input_order(w, take_rows_gpu(w, rows))
     return take_rows_reference(w, rows)
 
