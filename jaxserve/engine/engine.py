@@ -27,6 +27,7 @@ from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.outputs import StepStats
 from jaxserve.engine.plan import Plan
 from jaxserve.engine.programs import Programs
+from jaxserve.engine.proposers.stats import SpeculationStats
 from jaxserve.engine.request import Request, TokenEvent
 from jaxserve.engine.request_states import RequestStates
 from jaxserve.engine.runner import Runner
@@ -137,6 +138,11 @@ class Engine:
     def ready_buckets(self) -> tuple[Bucket, ...]:
         """The buckets that steps can be padded to by now. Thread-safe."""
         return self.runner.buckets
+
+    @property
+    def speculation(self) -> SpeculationStats | None:
+        """What came of drafts since the start; None: the engine does not speculate."""
+        return self._loop.speculation
 
     def observe(self, on_step: Callable[[StepStats], None]) -> None:
         """Hand every further step's StepStats to `on_step`, on the engine's thread."""

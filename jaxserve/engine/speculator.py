@@ -1,11 +1,11 @@
 """Speculation between two steps: who gets how many drafts, and what came of them.
 
 Drafts follow the last token a request has, so they can only be made once that is known: while
-`wants` says that some may pay, the loop commits a step before it plans the next. Otherwise, and
+the control says that some may pay, the loop commits a step before it plans the next. Otherwise, and
 whenever nobody has drafts, decoding is what it is without speculation, bursts included.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -13,11 +13,13 @@ from jaxserve.core.buckets import Bucket, widest
 from jaxserve.core.step_batch import StepOutput
 from jaxserve.engine.batch_builder import InDraw
 from jaxserve.engine.plan import Drafts, Plan
+from jaxserve.engine.proposers.acceptance import judge
 from jaxserve.engine.proposers.base import Proposer
 from jaxserve.engine.proposers.control import DraftControl
 from jaxserve.engine.proposers.host_proposers import make_host_proposer
 from jaxserve.engine.proposers.stats import SpeculationStats
-from jaxserve.engine.request import Request
+from jaxserve.engine.request import Request, Status
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import InvalidRequestError
 from jaxserve.speculative_config import SpeculativeConfig
 
@@ -32,23 +34,27 @@ class Speculator:
         self._proposer = proposer
         self._control = control
         self._num_drafts = num_drafts
+        self._guesses: dict[str, tuple[int, list[int]]] = {}  # for tokens from this number on
         self._known: set[str] = set()  # requests that the proposer was asked about
 
-    def wants(self, running: Iterable[Request], buckets: Iterable[Bucket]) -> bool:
-        """Whether anybody may have drafts in the next step, by what is known of it before the
-        step in flight is committed. buckets: the shapes that are loaded."""
-        return any(self._limits(tuple(running), buckets))
+    def waits_for(self, plan: Plan, scheduler: Scheduler, buckets: Iterable[Bucket]) -> bool:
+        """Whether the next step can be planned only when this plan, in flight, is committed:
+        what its drafts came to decides about all else, and drafts need their last token.
 
-    def propose(
-        self,
-        running: Iterable[Request],
-        buckets: Iterable[Bucket],
-        is_alive: Callable[[str], bool],
-    ) -> Drafts | None:
-        """Drafts for the running requests, of which every token is committed. None: nobody was to
-        have any."""
-        self._forget(is_alive)
-        requests = [request for request in running if request.num_uncomputed == 1]
+        buckets: the shapes that are loaded.
+        """
+        if plan.width > 1:
+            return True
+        return scheduler.may_verify and any(self._limits(scheduler.running, buckets))
+
+    def propose(self, scheduler: Scheduler, buckets: Iterable[Bucket]) -> Drafts | None:
+        """Drafts for the running requests, when every token is committed. None: nobody was to have
+        any."""
+        for name in [name for name in self._known if scheduler.find(name) is None]:
+            self._forget(name)
+        if not scheduler.may_verify:
+            return None
+        requests = [request for request in scheduler.running if request.num_uncomputed == 1]
         limits = self._limits(requests, buckets)
         if not any(limits):
             return None
@@ -95,6 +101,8 @@ class Speculator:
             if not item.drafts:
                 for _ in range(plan.steps):
                     self.stats.record(0, 0)
+                if not drafting:
+                    self._learn(item.request, len(plan.decode))
                 continue
             self.stats.record(len(item.drafts), accepted[row])
             self._proposer.observe(item.request, item.drafts, accepted[row])
@@ -105,7 +113,24 @@ class Speculator:
             seconds / plan.steps,
             num_tokens // plan.steps,
             drafting=drafting,
+            steps=plan.steps,
         )
+
+    def _learn(self, request: Request, num_rows: int) -> None:
+        """Judge what would have been drafted by the tokens that were drawn without: that costs no
+        step. And guess again."""
+        name = request.request_id
+        start, guess = self._guesses.pop(name, (0, []))
+        if guess:
+            drawn = request.token_ids(start, min(start + len(guess), request.num_tokens))
+            judged, right = judge(guess, drawn)
+            self._control.observe_missed(name, num_rows, judged, right)
+        if request.status is not Status.RUNNING:
+            return
+        (guess,) = self._proposer.propose([request], [self._most(request)])
+        self._known.add(name)
+        if guess:
+            self._guesses[name] = request.num_tokens, guess
 
     def _most(self, request: Request) -> int:
         """By its own wish, and by the tokens it may still have."""
@@ -113,11 +138,11 @@ class Speculator:
         wish = request.params.num_speculative_tokens
         return max(0, most if wish is None else min(most, wish))
 
-    def _forget(self, is_alive: Callable[[str], bool]) -> None:
-        for name in [name for name in self._known if not is_alive(name)]:
-            self._known.discard(name)
-            self._proposer.forget(name)
-            self._control.forget(name)
+    def _forget(self, name: str) -> None:
+        self._known.discard(name)
+        self._guesses.pop(name, None)
+        self._proposer.forget(name)
+        self._control.forget(name)
 
 
 def make_speculator(

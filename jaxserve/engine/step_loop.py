@@ -27,6 +27,7 @@ from jaxserve.engine.host_pages import HostPages, apply_transfers
 from jaxserve.engine.outputs import StepStats
 from jaxserve.engine.penalty_slots import PenaltySlots, token_counts
 from jaxserve.engine.plan import Committed, Drafts, Plan, Scheduled, Transfers
+from jaxserve.engine.proposers.stats import SpeculationStats
 from jaxserve.engine.request import Request, Status, TokenEvent
 from jaxserve.engine.runner import Runner, StepHandle
 from jaxserve.engine.scheduler import Scheduler
@@ -97,6 +98,11 @@ class StepLoop:
         waiting = self._in_flight is not None or bool(self._events) or self._unreported
         return waiting or self._scheduler.has_work
 
+    @property
+    def speculation(self) -> SpeculationStats | None:
+        """What came of drafts since the start."""
+        return None if self._speculator is None else self._speculator.stats.copy()
+
     def report(self, event: TokenEvent) -> None:
         """Let the next step return this event too."""
         self._events.append(event)
@@ -114,11 +120,18 @@ class StepLoop:
         if previous is not None and previous.handle.is_ready:
             self._idle_since = self._last_result  # at the earliest
         follows = previous is not None
-        if previous is not None and self._waits_for(previous):
+        speculator = self._speculator
+        if (
+            speculator is not None
+            and previous is not None
+            and speculator.waits_for(previous.plan, self._scheduler, self._buckets)
+        ):
             self._finish(previous, timings)
             previous = None
         self._expire(timings.began)
-        drafts = None if previous is not None else self._propose()
+        drafts = None
+        if speculator is not None and previous is None:
+            drafts = speculator.propose(self._scheduler, self._buckets)
         plan = self._scheduler.schedule(drafts)
         timings.on_plan(plan)
         failure: Exception | None = None
@@ -157,24 +170,6 @@ class StepLoop:
         if since is None and previous is not None and previous.handle.is_ready:
             since = began
         return 0.0 if since is None else time.monotonic() - since
-
-    def _waits_for(self, previous: InFlight) -> bool:
-        """Whether the next step can be planned only when this one is committed."""
-        if previous.plan.width > 1:
-            return True
-        speculator, scheduler = self._speculator, self._scheduler
-        if speculator is None or not scheduler.may_verify:
-            return False
-        return speculator.wants(scheduler.running, self._buckets)
-
-    def _propose(self) -> Drafts | None:
-        """Drafts for the next step; None if none are wanted."""
-        scheduler = self._scheduler
-        if self._speculator is None or not scheduler.may_verify:
-            return None
-        return self._speculator.propose(
-            scheduler.running, self._buckets, lambda name: scheduler.find(name) is not None
-        )
 
     def _use_ready_buckets(self) -> None:
         """Have the scheduler plan for the buckets that are loaded by now."""
@@ -255,7 +250,7 @@ class StepLoop:
         seconds = now - max(step.dispatched, self._last_result)
         since_last = now - (self._last_result if step.follows else step.dispatched)
         timings.on_result(now - waiting, seconds)
-        if scores is None:  # those take longer than a step of their shape
+        if scores is None and step.plan.width == 1:  # others take longer than their shape tells
             self._scheduler.step_times.observe(
                 len(step.plan.decode),
                 step.bucket.prefill_tokens if step.plan.prefill else 0,

@@ -7,7 +7,9 @@ is bounded by an account per class, in plain decode steps: every step adds a sma
 with drafts adds what it gained or takes what it lost, and with nothing left decode is plain until
 the allowance has grown to a new try. So all decoding together takes at most the allowance (and a
 few steps) longer than without speculation, whatever the texts and the machine do. Where tries fail
-the allowance shrinks; where one succeeds its gains pay for the next at once.
+the allowance shrinks; where one succeeds its gains pay for the next at once. Drafts that were
+made and not run are judged by the tokens drawn without them, which costs nothing: where they would
+have gained enough, drafting is tried at once.
 """
 
 from collections.abc import Sequence
@@ -23,6 +25,8 @@ _FIRST_BALANCE = 2.0
 _TRY_FROM = 1.0  # the balance at which drafting is tried again
 _MOST_BALANCE = 8.0  # gains beyond are not there to be lost later
 _MARGIN = 1.03  # what drafts must gain by the estimates, which are noisy
+_MISSED_ENOUGH = 3.0  # plain steps that drafts would have gained lately
+_MISSED_FADES = 0.8  # per draft that was judged
 _LONGEST_PAUSE = 32  # steps between tries of drafts that seem not to pay, while drafting
 
 
@@ -36,11 +40,21 @@ class _Account:
     drafting: bool = True
     pause: int = 1
     steps_to_try: int = 0
+    missed: float = 0.0
 
-    def pay(self, gain: float | None) -> None:
-        """Note a step and what it gained over a plain one; None: it was one."""
-        self.steps_to_try -= 1
-        self.balance = min(self.balance + self.allowance + (gain or 0.0), _MOST_BALANCE)
+    def miss(self, gain: float) -> None:
+        """Note what drafts would have gained or lost that were not run."""
+        self.missed = max(self.missed * _MISSED_FADES + gain, 0.0)
+        if not self.drafting and self.missed >= _MISSED_ENOUGH:
+            self.drafting, self.missed = True, 0.0
+            self.balance = max(self.balance, _TRY_FROM)
+            self.pause, self.steps_to_try = 1, 0
+
+    def pay(self, gain: float | None, steps: int) -> None:
+        """Note steps and what each gained over a plain one; None: they were plain."""
+        self.steps_to_try -= steps
+        earned = (self.allowance + (gain or 0.0)) * steps
+        self.balance = min(self.balance + earned, _MOST_BALANCE)
         if self.drafting and self.balance <= 0:
             self.drafting = False
             self.allowance = max(self.allowance / 2, _LEAST_ALLOWANCE)
@@ -116,24 +130,43 @@ class DraftControl:
         those `judge` can tell about, which are more."""
         self.acceptance.observe(request_id, num_drafted, num_accepted)
 
+    def observe_missed(
+        self, request_id: str, num_rows: int, num_drafted: int, num_right: int
+    ) -> None:
+        """Tell what a plain step says about drafts that were not run: of so many that `judge` can
+        tell about, how many were right. num_rows: requests that decoded in it."""
+        self.acceptance.observe(request_id, num_drafted, num_right)
+        account = self._account(num_rows)
+        width = next((w for w in self._widths if w > num_drafted), self._widths[-1])
+        if num_drafted and account.costs.is_measured(width):
+            account.miss((num_right + 1 - account.costs.ratio(width)) / num_rows)
+
     def observe_step(
-        self, num_rows: int, width: int, seconds: float, num_tokens: int, *, drafting: bool
+        self,
+        num_rows: int,
+        width: int,
+        seconds: float,
+        num_tokens: int,
+        *,
+        drafting: bool,
+        steps: int = 1,
     ) -> None:
         """Tell how long a step took in which num_rows requests decoded and nothing else was run.
 
         seconds: from the result before it to its own (or from when there was work again), so with
         the host's part wherever the device waited for it. num_tokens: that it yielded, over all
-        rows. drafting: `limits` was not all 0 for it, so that it waited for the tokens before.
+        rows. steps: how many were run in a row; seconds and num_tokens are of one. drafting:
+        `limits` was not all 0 for it, so that it waited for the tokens before.
         """
         if num_rows < 1:
             return
         account = self._account(num_rows)
-        account.costs.observe(width, seconds, drafting=drafting)
+        account.costs.observe(width, seconds, drafting=drafting, steps=steps)
         if not drafting:
-            account.pay(None)
+            account.pay(None, steps)
             return
         gain = num_tokens / num_rows - account.costs.ratio(width)
-        account.pay(gain)
+        account.pay(gain, steps)
         if gain > 0 and width > 1:
             account.pause, account.steps_to_try = 1, 0
 

@@ -21,13 +21,15 @@ class _Samples:
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=_SAMPLES)
         self.median = 0.0
-        self.fresh = 0  # since the last time they had become old
+        self.total = 0  # steps that they are of
+        self.fresh = 0  # of those since the last time they had become old
         self.seen = -(1 << 60)  # the step of the newest one
 
-    def add(self, value: float, now: int) -> None:
+    def add(self, value: float, now: int, steps: int) -> None:
         self._values.append(value)
         self.median = median_low(self._values)
-        self.fresh += 1
+        self.total += steps
+        self.fresh += steps
         self.seen = now
 
     def __len__(self) -> int:
@@ -50,18 +52,19 @@ class DraftCosts:
         plain = self._plain
         if self._now - plain.seen > _PLAIN_STALE_AFTER:
             plain.fresh = 0
-        return len(plain) >= _ENOUGH_PLAIN and plain.fresh >= _ENOUGH_AGAIN
+        return plain.total >= _ENOUGH_PLAIN and plain.fresh >= _ENOUGH_AGAIN
 
-    def observe(self, width: int, seconds: float, *, drafting: bool) -> None:
-        """Note a step. drafting: it waited for drafts; else it was a plain one (width 1)."""
-        self._now += 1
+    def observe(self, width: int, seconds: float, *, drafting: bool, steps: int = 1) -> None:
+        """Note `steps` steps in a row, each of so many seconds. drafting: they waited for drafts;
+        else they were plain ones (width 1)."""
+        self._now += steps
         waited, self._was_drafting = self._was_drafting, drafting
         if not drafting:
             if not waited:  # one after a step with drafts could not be dispatched ahead either
-                self._plain.add(seconds, self._now)
+                self._plain.add(seconds, self._now, steps)
         elif len(self._plain) and self._plain.median > 0:
             samples = self._ratios.setdefault(width, _Samples())
-            samples.add(seconds / self._plain.median, self._now)
+            samples.add(seconds / self._plain.median, self._now, steps)
 
     def is_measured(self, width: int) -> bool:
         """Whether enough steps of this width were, not too long ago."""
