@@ -17,7 +17,6 @@ MAX_WIDTH = 31  # a row's own tokens are bits of one int32
 PAGE_SIZES = (16, 32, 64, 128)
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MULTIPROCESSORS = 132
-MAX_GROUPS = 2  # warpgroups of 128 threads: 255 registers are left for each thread
 WAVES = 2  # thread blocks to have in all, in units of what the GPU holds at once
 
 
@@ -50,7 +49,7 @@ class Layout:
     @property
     def parts(self) -> int:
         """Thread blocks that share a KV head's keys; more than one only for very many columns."""
-        return -(-self.columns // (MAX_GROUPS * self.tile.columns))
+        return -(-self.columns // (self.tile.groups * self.tile.columns))
 
     @property
     def part_columns(self) -> int:
@@ -61,7 +60,7 @@ class Layout:
 
     @property
     def groups(self) -> int:
-        return min(MAX_GROUPS, -(-self.columns // self.tile.columns))
+        return min(self.tile.groups, -(-self.columns // self.tile.columns))
 
     @property
     def group_columns(self) -> int:

@@ -51,20 +51,23 @@ def step(
     coming = i + plan.tile.stages
     pages = span.pages(plan, r, row, coming)
     mgpu.barrier_wait(r.keys_ready.at[slot])
-    scores, weight_scales = _scores(plan, r, slot, group)
+    scores = _scores(plan, r, slot, group)
     start = (span.first + i * plan.pieces) * plan.piece
     visible = _visible(plan, r, span, start, group)
     scores = jnp.where(visible, scores, _MASKED)
-    peaks = scores
-    if weight_scales is not None:
-        weight_scales = jnp.where(visible, weight_scales, 0.0)
-        peaks = scores + jnp.log2(jnp.maximum(weight_scales, _LEAST_SCALE))
+    peaks, scales = scores, None
+    if plan.scaled:
+        scales = mgpu.load(r.scales_s.at[slot, 1], layout=_BY_KEY)
+        logs = jnp.log2(jnp.maximum(scales, _LEAST_SCALE))
+        shifted = scores + lax.broadcast_in_dim(logs, scores.shape, [0])
+        peaks = jnp.where(visible, shifted, _MASKED)
     new_maximum = jnp.maximum(maximum, peaks.max(axis=0))
     keep = jnp.exp2(maximum - new_maximum)
     weights = jnp.exp2(scores - lax.broadcast_in_dim(new_maximum, scores.shape, [1]))
     total = total * keep + weights.sum(axis=0)
-    if weight_scales is not None:
-        weights = weights * weight_scales
+    if scales is not None:
+        of_key = lax.broadcast_in_dim(scales, scores.shape, [0])
+        weights = weights * jnp.where(visible, of_key, 0.0)
     r.p_s.at[group].T[...] = mgpu.layout_cast(
         weights.astype(plan.compute_dtype), mgpu.Layout.WGMMA_TRANSPOSED
     )
@@ -90,10 +93,8 @@ def step(
     return new_maximum, total, values
 
 
-def _scores(
-    plan: Layout, r: Refs, slot: jax.Array, group: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
-    """S^T [keys, n] in powers of two, and the values' scales [keys, n] of a scaled cache."""
+def _scores(plan: Layout, r: Refs, slot: jax.Array, group: jax.Array) -> jax.Array:
+    """S^T [keys, n] in powers of two."""
     shape = (plan.tile.keys, plan.group_columns)
     keys, queries = r.keys_s.at[slot], r.q_s.at[group]
     if plan.eight_bit:
@@ -109,18 +110,14 @@ def _scores(
         scores = mgpu.multiplied(shape, multiply)
     else:
         scores = mgpu.multiplied(shape, lambda acc: mgpu.wgmma(acc, keys, queries.T))
-    scales = None
     if plan.scaled:
-        of_keys, of_values = (
-            lax.broadcast_in_dim(mgpu.load(r.scales_s.at[slot, i], layout=_BY_KEY), shape, [0])
-            for i in range(2)
-        )
-        scores, scales = scores * of_keys, of_values
+        scales = mgpu.load(r.scales_s.at[slot, 0], layout=_BY_KEY)
+        scores = scores * lax.broadcast_in_dim(scales, shape, [0])
     if plan.softcap is None:
-        return scores * (plan.scale * LOG2_E), scales
+        return scores * (plan.scale * LOG2_E)
     # tanh x = 1 - 2 / (1 + e^2x), which the approximate exponential keeps exact enough.
     doubled = jnp.exp2(scores * (2 * LOG2_E * plan.scale / plan.softcap))
-    return (1.0 - 2.0 / (1.0 + doubled)) * (plan.softcap * LOG2_E), scales
+    return (1.0 - 2.0 / (1.0 + doubled)) * (plan.softcap * LOG2_E)
 
 
 def _widened(plan: Layout, ref: Any, width: int) -> jax.Array:

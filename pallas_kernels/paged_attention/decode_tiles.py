@@ -12,28 +12,30 @@ class DecodeTile:
     """Shape of the decode kernel's work.
 
     keys: of one step, 64 or 128. stages: tiles in the ring. columns: query columns of a warpgroup,
-    a multiple of 8. blocks: thread blocks that share a multiprocessor, which is how many it takes
-    to fill the GPU. min_keys: of one split.
+    a multiple of 8. groups: warpgroups of a thread block at most; what is left over is another
+    block's, which reads the keys again. blocks: thread blocks that share a multiprocessor, which
+    is how many it takes to fill the GPU. min_keys: of one split.
     """
 
     keys: int
     stages: int
     columns: int
+    groups: int
     blocks: int
     min_keys: int
     reason: str
 
 
-# (head_dim up to, bits of a cached number): tile.
+# (head_dim up to, bits of a cached number): tile. Two warpgroups leave a thread its 255 registers.
 DECODE_TILES: dict[tuple[int, int], DecodeTile] = {
-    (64, 16): DecodeTile(128, 2, 64, 3, 512, "32 KB a tile: 128 keys halve the steps"),
-    (96, 16): DecodeTile(64, 3, 64, 2, 512, "20 or 24 KB a tile; a third stage hides the softmax"),
-    (128, 16): DecodeTile(64, 2, 64, 3, 512, "32 KB a tile; 3 blocks overlap loads and softmax"),
-    (256, 16): DecodeTile(64, 2, 64, 1, 512, "64 KB a tile; queries of 64 columns take 32 KB more"),
-    (64, 8): DecodeTile(64, 4, 64, 4, 512, "8 KB a tile: 16 of them in flight"),
-    (96, 8): DecodeTile(64, 4, 64, 3, 512, "10 or 12 KB a tile: 12 of them in flight"),
-    (128, 8): DecodeTile(64, 4, 64, 3, 512, "16 KB a tile: 12 of them in flight"),
-    (256, 8): DecodeTile(64, 3, 32, 1, 512, "32 KB a tile; 64 columns would spill registers"),
+    (64, 16): DecodeTile(128, 2, 64, 2, 3, 512, "32 KB a tile: 128 keys halve the steps"),
+    (96, 16): DecodeTile(64, 3, 64, 2, 2, 512, "20 or 24 KB a tile: a third stage, for latency"),
+    (128, 16): DecodeTile(64, 2, 64, 2, 3, 512, "32 KB a tile: 3 blocks, for loads and softmax"),
+    (256, 16): DecodeTile(64, 2, 64, 1, 1, 512, "64 KB a tile; 64 columns of queries, 32 KB more"),
+    (64, 8): DecodeTile(64, 4, 64, 2, 4, 512, "8 KB a tile: 16 of them in flight"),
+    (96, 8): DecodeTile(64, 4, 64, 2, 3, 512, "10 or 12 KB a tile: 12 of them in flight"),
+    (128, 8): DecodeTile(64, 4, 64, 2, 3, 512, "16 KB a tile: 12 of them in flight"),
+    (256, 8): DecodeTile(64, 3, 32, 2, 1, 512, "32 KB a tile; 64 columns would spill registers"),
 }
 
 
