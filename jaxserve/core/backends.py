@@ -123,7 +123,7 @@ def make_ops(backend: str, kv_spec: KVSpec, num_devices: int = 1) -> Ops:
         attend=attend,
         linear=_LINEAR[backend],
         rms_norm=_NORMS[backend],
-        embed=embed,
+        embed=_EMBED[backend],
         gated_linear=_GATED[backend],
         rotate=_ROTATIONS[backend],
         row_sum=_SUMS[backend],
@@ -151,10 +151,13 @@ def _name(device: jax.Device) -> str:
     return "a CPU" if device.platform == "cpu" else device.device_kind
 
 
-def embed(table: Any, tokens: jax.Array) -> jax.Array:
-    """Rows of table [V, E] for tokens [T]. The host has checked the ids; padding may hold any."""
+def embed(table: Any, tokens: jax.Array, *, dtype: Any = None) -> jax.Array:
+    """Rows of table [V, E] for tokens [T]. The host has checked the ids; padding may hold any.
+
+    dtype: of rows that were packed, and so of all activations after them; None: float32.
+    """
     if isinstance(table, QuantizedArray | StackedRows):
-        return take_rows(table, tokens)
+        return take_rows(table, tokens).astype(dtype or jnp.float32)
     return jnp.take(table, tokens, axis=0, mode="clip")
 
 
@@ -197,6 +200,8 @@ def gated_linear(
     return gated_activation(_LINEAR[backend](x, w, bias), activation, backend=_SMALL[backend])
 
 
+# GPU kernels compute in bfloat16.
+_EMBED = {name: partial(embed, dtype="bfloat16") if name in STACKED else embed for name in _SMALL}
 _LINEAR: dict[str, Linear] = {
     name: partial(linear, interpret=True) if name == "interpret" else linear for name in _SMALL
 }

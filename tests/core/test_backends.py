@@ -20,7 +20,7 @@ from jaxserve.core.backends import (
 from jaxserve.core.kv_spec import KVGroup, KVSpec
 from jaxserve.engine.backend_settings import settle_backend
 from jaxserve.errors import InvalidRequestError
-from jaxserve.loading.quantize_on_load import kept_layout
+from jaxserve.loading.quantize_on_load import kept_layout, quantize_int8
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,13 @@ def test_the_native_kernels_do_not_read_fp8() -> None:
             settle_backend(replace(config, attention_backend="cpu"), spec_of(), jax.devices()[0])
     settled = settle_backend(config, spec_of(), jax.devices()[0])
     assert settled.attention_backend == "reference"
+
+
+def test_rows_of_a_packed_table_have_the_type_of_activations() -> None:
+    table = quantize_int8(np.ones((4, 32), np.float32))
+    tokens = np.array([1, 3])
+    for name, dtype in {"reference": jnp.float32, "interpret": jnp.bfloat16}.items():
+        assert make_ops(name, spec_of()).embed(table, tokens).dtype == dtype
 
 
 def test_programs_for_a_gpu_can_be_made_elsewhere() -> None:
