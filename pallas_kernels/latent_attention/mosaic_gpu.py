@@ -12,11 +12,13 @@ Softmax runs online in float32 (arXiv:1805.02867); where the tokens are split ov
 each leaves a float32 sum and a log-sum-exp, merged afterwards.
 
 Shared memory: queries [64, 576] 72 KiB; two tiles [64, 576] 144 KiB, which the float32 sums
-[2, 64, 256] 128 KiB replace in the end. 8-bit caches: a ring of two tiles of codes, 72 KiB, with
-their scales, and one tile of what they stand for in bfloat16, 72 KiB, written once for all rows.
+[2, 64, 256] 128 KiB replace in the end. 8-bit caches: a ring of two tiles of codes, 72 KiB, and
+one tile of them in bfloat16, 72 KiB, written once for all rows. Codes are exact in bfloat16; their
+scales multiply the float32 scores and weights, so nothing is rounded that the cache does not round.
 
 Bytes: a block reads its queries once and its tokens once, in whole pages up to the tile that
-holds the last one seen. So a token is read once per 64 query rows: of 128 heads, twice.
+holds the last one seen. So a token is read once per 64 query rows: of 128 heads, twice; and split
+rows read their queries once per split.
 """
 
 import functools
@@ -49,6 +51,7 @@ _FIRST_MAXIMUM = -1e29
 _EMPTY = -1e30  # log-sum-exp of no tokens
 _COMPUTE = 2  # warpgroups
 _STAGES = 2
+_SCALE_STAGES = 4  # a tile's scales are read after its codes, whose place is taken again meanwhile
 _CHUNK = 64  # columns that a thread converts or clears at a time
 _WGMMA = mgpu.Layout.WGMMA
 
@@ -216,7 +219,7 @@ def _scratch(kernel: _Kernel, result: Any) -> dict[str, Any]:
     tokens = (ring, tile((1, KEYS, C), kernel.out_dtype)) if kernel.quantized else (ring,)
     copies = KEYS // kernel.copy_tokens
     scratch = {
-        "queries": tile((ROWS, C), kernel.out_dtype),
+        "queries": tile((1, ROWS, C), kernel.out_dtype),
         "arrived": mgpu.Barrier(num_barriers=ROWS // kernel.unit),
         "full": mgpu.Barrier(
             num_arrivals=copies * (3 if kernel.quantized else 1), num_barriers=_STAGES
@@ -227,7 +230,7 @@ def _scratch(kernel: _Kernel, result: Any) -> dict[str, Any]:
         "tokens": mgpu.RefUnion(tokens, tile((_COMPUTE, ROWS, half), result)),
     }
     if kernel.quantized:
-        scratch["scales"] = mgpu.SMEM((_STAGES, 2, KEYS), jnp.float32)
+        scratch["scales"] = mgpu.SMEM((_SCALE_STAGES, 2, KEYS), jnp.float32)
     return scratch
 
 
@@ -333,7 +336,7 @@ def _load_queries(kernel: _Kernel, block: _Block, memory: _Memory, shared: _Shar
         def _(unit: int = unit) -> None:
             rows = mgpu.ds(unit * kernel.unit, kernel.unit)
             source = memory.q.at[mgpu.ds(_row(kernel, block, unit), kernel.unit)]
-            into, arrived = shared.queries.at[rows], shared.arrived.at[unit]
+            into, arrived = shared.queries.at[0, rows], shared.arrived.at[unit]
             mgpu.copy_gmem_to_smem(source, into, arrived, name="queries")
 
 
@@ -364,7 +367,7 @@ def _load_tokens(kernel: _Kernel, block: _Block, memory: _Memory, shared: _Share
             mgpu.copy_gmem_to_smem(tokens, shared.ring.at[slot, into], full, name="tokens")
             for which in range(2 if kernel.quantized else 0):
                 scales = memory.scales.at[memory.layer[0], number, which, source]
-                place = shared.scales.at[slot, which, into]
+                place = shared.scales.at[lax.rem(i, _SCALE_STAGES), which, into]
                 mgpu.copy_gmem_to_smem(scales, place, full, name="scales")
 
     lax.fori_loop(0, block.tiles, load, None)
@@ -383,24 +386,25 @@ def _compute(
         first_key = (block.lo + i) * KEYS
         mgpu.barrier_wait(shared.full.at[slot])
         if kernel.quantized:
-            # Always 0, but not so that a compiler knows: else it computes where every slice of the
-            # tile lies before the loop, and keeps that in registers that there are not.
-            tile = shared.whole.at[lax.div(i, 1 << 20)]
+            tile = shared.whole.at[_first(i)]
             shared.meet()  # the other warpgroup may still read the last tile
-            _dequantize(kernel, block, warpgroup, shared, slot, tile, first_key)
+            _spread(kernel, block, warpgroup, shared, slot, tile, first_key)
             mgpu.barrier_arrive(shared.empty.at[slot])
             shared.meet()
         else:
             tile = shared.ring.at[slot]
             _clear_tail(kernel, block, warpgroup, shared, tile, first_key)
-        scores = mgpu.multiplied(
-            (ROWS, KEYS), lambda into: mgpu.wgmma(into, shared.queries, tile.T)
-        )
-        scores = _visible(kernel, block, scores * factor, first_key)
+        scores = _scores(kernel, shared, tile, i) * factor
+        scores = _visible(kernel, block, scores, first_key)
         new_maximum = jnp.maximum(maximum, scores.max(axis=1))
         keep = jnp.exp2(maximum - new_maximum)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(new_maximum, scores.shape, [0]))
         total = total * keep + weights.sum(axis=1)
+        if kernel.quantized:
+            # Scales of tokens that none sees may be NaN; their weights are 0. (NaN of a token that
+            # is seen has made its scores, and so all weights, NaN.)
+            by = _scale(shared, i, 0)
+            weights = weights * _to_rows(jnp.where(jnp.abs(by) < jnp.inf, by, jnp.zeros_like(by)))
         acc = acc * lax.broadcast_in_dim(keep, acc.shape, [0])
         acc = mgpu.accumulate(
             acc,
@@ -415,6 +419,46 @@ def _compute(
 
     acc = mgpu.layout_cast(jnp.zeros((ROWS, kernel.half), jnp.float32), _WGMMA)
     return lax.fori_loop(0, block.tiles, step, (acc, rows(_FIRST_MAXIMUM), rows(0.0)))
+
+
+def _first(i: jax.Array) -> jax.Array:
+    """0 for every tile i, but not so that a compiler knows: else it computes where each slice of an
+    operand lies before the loop, and keeps that in registers that there are not."""
+    return lax.div(i, 1 << 20)
+
+
+def _scores(kernel: _Kernel, shared: _Shared, tile: Any, i: jax.Array) -> jax.Array:
+    """Queries times the tile's tokens, [ROWS, KEYS] float32."""
+
+    def multiply(columns: Any) -> Any:
+        a, b = shared.queries.at[_first(i), :, columns], tile.at[:, columns]
+        return lambda into: mgpu.wgmma(into, a, b.T)
+
+    if not kernel.quantized:
+        return mgpu.multiplied((ROWS, KEYS), multiply(mgpu.ds(0, kernel.columns)))
+    # One sum for both parts, since two would not fit in registers: the rotated part enters it in
+    # units of the other's scale, or of 2^-60 of its own where that is so small as not to matter.
+    rope = mgpu.ds(kernel.value_dim, kernel.columns - kernel.value_dim)
+    scores = mgpu.multiplied((ROWS, KEYS), multiply(rope))
+    scores = scores * _to_rows(_scale(shared, i, 1) / _unit(shared, i))
+    scores = mgpu.accumulate(scores, multiply(mgpu.ds(0, kernel.value_dim)))
+    return scores * _to_rows(_unit(shared, i))
+
+
+def _scale(shared: _Shared, i: jax.Array, which: int) -> jax.Array:
+    """What the codes of tile i's tokens are multiplied with, [KEYS]."""
+    place = shared.scales.at[lax.rem(i, _SCALE_STAGES), which]
+    return mgpu.load(place, layout=_WGMMA.reduce(0), optimized=False)
+
+
+def _unit(shared: _Shared, i: jax.Array) -> jax.Array:
+    least = jnp.maximum(_scale(shared, i, 1) * 2.0**-60, 1e-30)
+    return jnp.maximum(_scale(shared, i, 0), least)
+
+
+def _to_rows(by: jax.Array) -> jax.Array:
+    """[KEYS] for each row: [ROWS, KEYS]."""
+    return lax.broadcast_in_dim(by, (ROWS, KEYS), [1])
 
 
 def _columns(kernel: _Kernel, warpgroup: jax.Array) -> Any:
@@ -459,7 +503,7 @@ def _clear_tail(
         shared.meet()
 
 
-def _dequantize(
+def _spread(
     kernel: _Kernel,
     block: _Block,
     warpgroup: jax.Array,
@@ -468,25 +512,22 @@ def _dequantize(
     tile: Any,
     first_key: jax.Array,
 ) -> None:
-    """A warpgroup's part of the ring's codes times their scales into `tile`, zeros for tokens that
-    none sees."""
+    """A warpgroup's part of the ring's codes into `tile`, zeros for tokens that none sees."""
 
-    def convert(columns: Any, which: int) -> None:
-        by = mgpu.load(shared.scales.at[slot, which], layout=_WGMMA.reduce(1), optimized=False)
+    def convert(columns: Any) -> None:
         codes = mgpu.load(shared.ring.at[slot, :, columns], layout=mgpu.Layout.WGMMA_UPCAST_2X)
         numbers = _widened(mgpu.layout_cast(codes, _WGMMA))
-        numbers = numbers * lax.broadcast_in_dim(by, numbers.shape, [0])
         seen = jnp.where(block.seen(first_key, columns.size), numbers, 0.0)
         tile[:, columns] = seen.astype(kernel.out_dtype)
 
     # Loops, not unrolled: chunks side by side would not fit in registers beside the sums.
     lax.fori_loop(
-        0, kernel.half // _CHUNK, lambda i, _: convert(_chunk(kernel, warpgroup, i), 0), None
+        0, kernel.half // _CHUNK, lambda i, _: convert(_chunk(kernel, warpgroup, i)), None
     )
 
     @mgpu.when(warpgroup == 0)
     def _() -> None:
-        convert(mgpu.ds(kernel.value_dim, kernel.columns - kernel.value_dim), 1)
+        convert(mgpu.ds(kernel.value_dim, kernel.columns - kernel.value_dim))
 
     mgpu.commit_smem()
 
