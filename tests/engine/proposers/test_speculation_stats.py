@@ -25,7 +25,7 @@ def test_counters():
 
 def test_no_jax():
     folder = ROOT / "jaxserve" / "engine" / "proposers"
-    names = ["ngram", "suffix", "lookahead", "control", "config", "stats", "host_proposers"]
+    names = ["ngram", "suffix", "lookahead", "control", "stats", "host_proposers"]
     assert all((folder / f"{name}.py").exists() for name in names)
     code = (
         "import importlib, sys\n"
