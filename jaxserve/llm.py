@@ -38,6 +38,7 @@ from jaxserve.engine.request_output import CompletionOutput, OutputCollector, Re
 from jaxserve.engine.run import Run
 from jaxserve.errors import EngineDeadError, InvalidRequestError
 from jaxserve.loading.load import load_model
+from jaxserve.loading.load_draft import load_draft
 from jaxserve.loading.loaded_model import LoadedModel
 from jaxserve.loading.model_cache import home
 from jaxserve.loading.quantize_on_load import kept_layout
@@ -105,8 +106,10 @@ class LLM:
         elif quantization is not None:
             raise TypeError("quantization packs a checkpoint while loading; give a name or path")
         self.model = model
+        layout = kept_layout(config.attention_backend, quantization)
+        draft = load_draft(config, layout, logger.info)
         self._client: EngineClient | None = EngineClient(
-            Engine(self.model, config, loader=loader),
+            Engine(self.model, config, loader=loader, draft=draft),
             self.model.tokenizer,
             vocab_size=self.model.vocab_size,
             eos_token_ids=self.model.eos_token_ids,

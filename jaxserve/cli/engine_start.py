@@ -18,6 +18,7 @@ from jaxserve.engine.outputs import StepStats
 from jaxserve.errors import ModelLoadError
 from jaxserve.loading.chat_template import ChatTemplate
 from jaxserve.loading.load import load_model
+from jaxserve.loading.load_draft import load_draft
 from jaxserve.loading.loaded_model import LoadedModel
 from jaxserve.loading.model_cache import home
 from jaxserve.loading.quantize_on_load import kept_layout
@@ -69,8 +70,10 @@ def start_engine(
         if options.chat_template is not None:
             template = read_template(options.chat_template, model.tokenizer)
             model = dataclasses.replace(model, chat_template=template)
+        layout = kept_layout(config.attention_backend, options.quantization)
+        draft = load_draft(config, layout, say)
     with _timed(phases, "plan"):
-        engine = Engine(model, config, on_step=on_step, loader=loader)
+        engine = Engine(model, config, on_step=on_step, loader=loader, draft=draft)
     model = dataclasses.replace(model, max_model_len=engine.max_model_len)
     say(
         f"KV pool: {engine.capacity_tokens} tokens in pages of {engine.page_size}; "

@@ -5,7 +5,17 @@ from typing import Annotated
 
 import typer
 
-from jaxserve.cli import batch, bench, chat, evaluate, generate, plan, pull, serve
+from jaxserve.cli import (
+    audit_speculation,
+    batch,
+    bench,
+    chat,
+    evaluate,
+    generate,
+    plan,
+    pull,
+    serve,
+)
 from jaxserve.cli.garbage import collect_rarely
 
 app = typer.Typer(
@@ -35,7 +45,7 @@ def _options(
     """Options of the command itself."""
 
 
-for module in (serve, chat, generate, batch, pull, plan, bench, evaluate):
+for module in (serve, chat, generate, batch, pull, plan, bench, evaluate, audit_speculation):
     module.register(app)
 
 

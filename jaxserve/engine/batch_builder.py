@@ -52,15 +52,14 @@ def build_batch(
     given back, which nothing of this step may see.
     previous_rows: where each request was in the step before, needed where the token to run is
     still being drawn there. Such a token is marked in prev_row, and its positions and kv_lens are
-    those before the draw (see `resolve_previous`). Drafts follow the last token in its row.
+    those before the draw (see `resolve_previous`).
     """
     R, T, W = bucket.num_rows, bucket.num_tokens, bucket.width
     items = plan_rows(plan, bucket)
     rows = np.array([row for row, _ in items], np.int32)
     starts = np.array([item.start for _, item in items], np.int32)
     lens = np.array([item.num_tokens for _, item in items], np.int32)
-    begins = rows * W  # first flat token
-    prefill = slice(len(plan.decode), None)
+    begins, prefill = rows * W, slice(len(plan.decode), None)  # first flat token
     begins[prefill] = bucket.decode_rows * W + np.cumsum(lens[prefill]) - lens[prefill]
     page_table = _page_table(items, (num_groups, R, pages_per_row))
     flat, row, position = _ranges(begins, lens), np.repeat(rows, lens), _ranges(starts, lens)

@@ -27,6 +27,8 @@ from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.outputs import StepStats
 from jaxserve.engine.plan import Plan
 from jaxserve.engine.programs import Programs
+from jaxserve.engine.proposers.draft_checks import check_draft
+from jaxserve.engine.proposers.draft_model import DraftModelProposer
 from jaxserve.engine.proposers.stats import SpeculationStats
 from jaxserve.engine.request import Request, TokenEvent
 from jaxserve.engine.request_states import RequestStates
@@ -45,6 +47,8 @@ from jaxserve.models.registry import is_built_in
 class Engine:
     """One model, one KV pool, one loop."""
 
+    _warm_up: WarmUp | None
+
     def __init__(
         self,
         model: LoadedModel,
@@ -55,8 +59,10 @@ class Engine:
         devices: Sequence[jax.Device] | None = None,
         loader: ProgramLoader | None = None,
         asynchronous: bool = True,
+        draft: LoadedModel | None = None,
     ) -> None:
-        """max_chunk forces short prefill chunks, in tests: no output depends on it.
+        """draft: the model that speculation with a draft model needs (`load_draft`). max_chunk
+        forces short prefill chunks, in tests: no output depends on it.
 
         devices: split the model over these; None: the first device alone. loader: where programs
         come from; None: they are traced, and compiled or taken from JAX's cache. asynchronous: how
@@ -64,16 +70,15 @@ class Engine:
         Raises ModelLoadError if the model breaks its contract, InvalidRequestError if the pool
         cannot hold two tokens.
         """
-        kv_spec = model.model.kv_spec(model.config)
-        mesh = make_mesh(devices)
+        kv_spec, mesh = model.model.kv_spec(model.config), make_mesh(devices)
         config = settle_backend(config, kv_spec, mesh.devices.flat[0])
         ops = make_ops(config.attention_backend, kv_spec, mesh.size)
         self._loader = loader or ProgramLoader()
         config = fit_to_device(model, config, kv_spec, ops, mesh, self._loader)
-        shape = engine_shape(model, config, kv_spec, max_chunk)
+        shape = engine_shape(model, config, kv_spec, max_chunk, draft)
         if not is_built_in(model.model):  # those are checked by our tests
             check_contract(model.model, model.config, ops, shape.dtype.name)
-        state_slots = config.max_batch_rows + 1
+        slots = config.max_batch_rows + 1
         host_slots, self._host_bytes = _host_tier(config, kv_spec, shape)
         self.kv_manager = _make_manager(config, kv_spec, shape, host_slots)
         self.scheduler = Scheduler(shape.limits, self.kv_manager, StepTimes(config.max_stall))
@@ -84,27 +89,53 @@ class Engine:
             self._loader,
             num_pages=shape.num_pages,
             dtype=shape.kv_dtype,
-            state_slots=state_slots,
+            state_slots=slots,
             pages_per_row=shape.pages_per_row,
         )
         self.shape, self.page_size = shape, shape.page_size
         self.capacity_tokens = self.kv_manager.capacity_tokens
-        # The last token of a request needs no KV. A pool smaller than the context limits it.
-        self.max_model_len = min(shape.max_model_len, self.capacity_tokens + 1)
-        self.bucket_table = shape.buckets
-        self._warm_up: WarmUp | None = None
+        self.max_model_len = min(
+            shape.max_model_len, self.capacity_tokens + 1
+        )  # the last needs none
+        self.bucket_table, self._warm_up = shape.buckets, None
+        self._draft = self._make_draft(draft, model, kv_spec, config, mesh)
         self._loop = StepLoop(
             self.scheduler,
             self.runner,
             HostPages(host_slots, self.runner.pool),
             shape,
             vocab_size=model.vocab_size,
-            state_slots=state_slots,
+            state_slots=slots,
             asynchronous=asynchronous,
-            speculator=make_speculator(config.speculative, shape.buckets),
+            speculator=make_speculator(config.speculative, shape.buckets, self._draft),
             on_step=on_step,
         )
         self.states = RequestStates(model, self.scheduler, self._loop, self.runner, ops.name)
+
+    def _make_draft(
+        self,
+        draft: LoadedModel | None,
+        model: LoadedModel,
+        kv_spec: KVSpec,
+        config: EngineConfig,
+        mesh: Mesh,
+    ) -> DraftModelProposer | None:
+        if draft is None:
+            return None
+        group = check_draft(draft, model, kv_spec, self.max_model_len)
+        spec = draft.model.kv_spec(draft.config)
+        ops = make_ops(config.attention_backend, spec, mesh.size)
+        runner = Runner(
+            _make_programs(draft, ops, self.shape, mesh),
+            draft.params,
+            spec,
+            self._loader,
+            num_pages=self.shape.num_pages,
+            dtype=self.shape.kv_dtype,
+            state_slots=1,
+            pages_per_row=self.shape.pages_per_row,
+        )
+        return DraftModelProposer(runner, self.shape, group, self.scheduler.reserve)
 
     def warm_up(
         self, progress: Callable[[str], None] | None = None, *, wait_for_all: bool = True
@@ -123,6 +154,7 @@ class Engine:
             self._empty_inputs,
             progress,
             host_tier=self._host_bytes,
+            load_more=None if self._draft is None else self._draft.load,
         )
         if wait_for_all:
             self._warm_up.load_all()

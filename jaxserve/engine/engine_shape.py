@@ -16,6 +16,7 @@ from jaxserve.engine.bursts import MAX_BURST
 from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.plan import Limits
 from jaxserve.errors import InvalidRequestError
+from jaxserve.loading.loaded_model import LoadedModel
 
 
 class WithContext(Protocol):
@@ -58,18 +59,29 @@ class EngineShape:
 
 
 def engine_shape(
-    model: WithContext, config: EngineConfig, kv_spec: KVSpec, max_chunk: int | None
+    model: WithContext,
+    config: EngineConfig,
+    kv_spec: KVSpec,
+    max_chunk: int | None,
+    draft: LoadedModel | None = None,
 ) -> EngineShape:
-    """Raises InvalidRequestError if kv_memory does not buy a single usable page."""
+    """draft: the draft model, whose pages lie beside the model's.
+
+    Raises InvalidRequestError if kv_memory does not buy a single usable page.
+    """
     dtype = resolve_dtype(config.dtype)
     kv_dtype = resolve_kv_dtype(config)
     max_model_len = min(model.max_model_len, config.max_model_len or model.max_model_len)
     layout = kv_layout(kv_spec)
     page_size = config.page_size or default_page_size(config.attention_backend)
     longest_chunk = min(max_chunk or config.max_batch_tokens, config.max_batch_tokens)
+    page_bytes = layout.page_bytes(page_size, kv_dtype.itemsize)
+    if draft is not None:
+        draft_layout = kv_layout(draft.model.kv_spec(draft.config))
+        page_bytes += draft_layout.page_bytes(page_size, kv_dtype.itemsize)
     num_pages = config.num_pages or _affordable_pages(
         config,
-        layout.page_bytes(page_size, kv_dtype.itemsize),
+        page_bytes,
         KVManager(2, page_size, layout.windows, max_chunk=longest_chunk),
         max_model_len,
     )

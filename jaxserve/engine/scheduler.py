@@ -97,7 +97,12 @@ class Scheduler:
         """Whether the next step may have drafts."""
         return may_verify(self._running, self.limits.max_batch_rows, len(self._waiting))
 
-    # ------------------------------------------------------------------ requests in and out
+    def reserve(self, request_id: str, num_tokens: int) -> bool:
+        """Let a running request's pages cover so many tokens, if there are free ones."""
+        entry = self._queues.get(request_id)
+        if entry is None or entry.request.status is not Status.RUNNING:
+            return False
+        return self._has_room(entry, num_tokens)
 
     def find(self, request_id: str) -> Request | None:
         """The waiting or running request of this id; None if there is none."""
@@ -201,16 +206,13 @@ class Scheduler:
         self.manager.clear()
         return tuple(entry.request for entry in entries)
 
-    # ------------------------------------------------------------------ a step
-
     def schedule(self, drafts: Drafts | None = None) -> Plan:
         """Plan the next step: decode first, then chunks of prompts already begun, then newcomers.
 
         drafts: of requests whose last token is known; those that can be verified now are in the
         plan. Nothing runs in it only when nothing could: with nothing in flight, no work at all.
         """
-        manager = self.manager
-        if manager.host_pages:
+        if (manager := self.manager).host_pages:
             manager.swap_is_cheaper = self.step_times.swap_is_cheaper(
                 manager.page_size, manager.num_groups
             )

@@ -27,8 +27,17 @@ from jaxserve.speculative_config import SpeculativeConfig
 class Speculator:
     """One proposer, how much it may propose, and what it achieved. Used by the engine's thread."""
 
-    def __init__(self, proposer: Proposer, control: DraftControl, num_drafts: int) -> None:
-        """num_drafts: the most that a request may have in a step."""
+    def __init__(
+        self,
+        proposer: Proposer,
+        control: DraftControl,
+        num_drafts: int,
+        *,
+        drafts_are_free: bool = True,
+    ) -> None:
+        """num_drafts: the most that a request may have in a step. drafts_are_free: proposing takes
+        no time that counts."""
+        self._drafts_are_free = drafts_are_free
         self.stats = SpeculationStats()  # since the start
         self._told = self.stats.copy()
         self._proposer = proposer
@@ -101,7 +110,7 @@ class Speculator:
             if not item.drafts:
                 for _ in range(plan.steps):
                     self.stats.record(0, 0)
-                if not drafting:
+                if not drafting and self._drafts_are_free:
                     self._learn(item.request, len(plan.decode))
                 continue
             self.stats.record(len(item.drafts), accepted[row])
@@ -146,25 +155,28 @@ class Speculator:
 
 
 def make_speculator(
-    config: SpeculativeConfig | None, buckets: Sequence[Bucket]
+    config: SpeculativeConfig | None, buckets: Sequence[Bucket], device_proposer: Proposer | None
 ) -> Speculator | None:
     """What a configuration asks for, over an engine's shapes; None: no speculation.
 
+    device_proposer: one that runs on the device, if the method needs it.
     Raises InvalidRequestError for a method that needs what this engine does not have.
     """
     if config is None:
         return None
-    proposer = make_host_proposer(config)
+    proposer = device_proposer or make_host_proposer(config)
     if proposer is None:
         raise InvalidRequestError(
             f"speculative_config: the method {config.method} cannot run in this version; choose "
-            "ngram, suffix or lookahead",
+            "ngram, suffix, lookahead or draft-model",
             "speculative_config",
         )
     control = DraftControl(
         sorted({bucket.width for bucket in buckets}),
         sorted({bucket.decode_rows for bucket in buckets}),
         adaptive=config.adaptive,
+        drafts_are_free=device_proposer is None,
         disable_by_batch_size=config.disable_by_batch_size,
     )
-    return Speculator(proposer, control, config.num_speculative_tokens)
+    free = device_proposer is None
+    return Speculator(proposer, control, config.num_speculative_tokens, drafts_are_free=free)

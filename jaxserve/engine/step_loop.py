@@ -26,7 +26,7 @@ from jaxserve.engine.engine_shape import EngineShape
 from jaxserve.engine.host_pages import HostPages, apply_transfers
 from jaxserve.engine.outputs import StepStats
 from jaxserve.engine.penalty_slots import PenaltySlots, token_counts
-from jaxserve.engine.plan import Committed, Drafts, Plan, Scheduled, Transfers
+from jaxserve.engine.plan import Committed, Plan, Scheduled, Transfers
 from jaxserve.engine.proposers.stats import SpeculationStats
 from jaxserve.engine.request import Request, Status, TokenEvent
 from jaxserve.engine.runner import Runner, StepHandle

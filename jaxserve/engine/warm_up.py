@@ -8,7 +8,7 @@ thread of their own.
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jaxserve.core.buckets import Bucket, first_bucket, largest_bucket
 from jaxserve.core.program_loader import ProgramLoader
@@ -31,8 +31,11 @@ class WarmUp:
         make_inputs: MakeInputs,
         progress: Progress | None,
         host_tier: int = 0,
+        load_more: Callable[[], None] | None = None,
     ) -> None:
-        """host_tier: bytes of host memory that the engine keeps pages in."""
+        """host_tier: bytes of host memory that the engine keeps pages in. load_more: loads what
+        comes after all shapes."""
+        self._load_more = load_more
         self._runner = runner
         self._loader = loader
         self._table = table
@@ -76,6 +79,8 @@ class WarmUp:
         self._runner.load_helpers()
         rest = [bucket for bucket in self._table if bucket != first_bucket(self._table)]
         self._runner.load(rest, self._make_inputs, progress, self._stop, scoring=True)
+        if self._load_more is not None and not self._stop.is_set():
+            self._load_more()
 
     def _follow(self) -> None:
         # Who waits for the first answer should not share the cores with what makes later ones fast.
