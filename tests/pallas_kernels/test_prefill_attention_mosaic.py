@@ -1,6 +1,7 @@
 """The GPU prefill kernel, interpreted on the CPU with race detection, and compiled for Hopper."""
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -24,6 +25,9 @@ from pallas_kernels.paged_attention.prefill_plan import (
 from pallas_kernels.paged_attention.prefill_tiles import prefill_tile
 from tests.support.gpu_pool import LAYER, GpuInputs, gpu_inputs, other_garbage, permuted_pages
 from tests.support.sm90a import compile_sm90a, lower_cuda
+
+# Rows and slots that nobody filled are NaN on purpose, and numpy remarks on it.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 CACHES = {"bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 BY_NAME = {case.name: case for case in GPU_PREFILL_CASES}
@@ -109,19 +113,19 @@ def least_bytes(case: PoolCase, T: int) -> int:
     return total * case.num_heads // packed.heads
 
 
-@given(data=st.data())
-@settings(deadline=None, max_examples=30)
-def test_the_work_list_has_every_token_once(data: st.DataObject):
-    tile_tokens, tile_keys = data.draw(st.sampled_from([8, 16, 24, 32, 128])), 64
-    window = data.draw(st.sampled_from([None, 1, 50, 200]))
-    lens = data.draw(st.lists(st.integers(0, 150), min_size=3, max_size=3))
-    before, after = data.draw(st.integers(0, 40)), data.draw(st.integers(0, 40))
-    kv_lens = [n and n + data.draw(st.integers(0, 300)) for n in lens]
-    starts = before + np.cumsum([0, *lens[:-1]])
-    T = before + sum(lens) + after
-    if T == 0:
-        return
-    starts = np.where(np.array(lens) > 0, starts, 0)
+@given(
+    tile_tokens=st.sampled_from([8, 24, 128]),
+    window=st.sampled_from([None, 1, 50]),
+    rows=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 300)), min_size=3, max_size=3),
+    before=st.integers(0, 40),
+)
+@settings(deadline=None, max_examples=50)
+def test_the_work_list_has_every_token_once(
+    tile_tokens: int, window: int | None, rows: list[tuple[int, int]], before: int
+):
+    T, tile_keys = 512, 64
+    lens, kv_lens = [n for n, _ in rows], [n and n + history for n, history in rows]
+    starts = np.where(np.array(lens) > 0, before + np.cumsum([0, *lens[:-1]]), 0)
     table = _lists(T, tile_tokens, tile_keys, window)(starts, np.array(lens), np.array(kv_lens))
     written, computed = np.zeros(T, int), np.full(T, -1)
     lengths = []
@@ -153,13 +157,17 @@ def test_the_work_list_has_every_token_once(data: st.DataObject):
     assert lengths == sorted(lengths, reverse=True)
 
 
+@functools.cache
 def _lists(T: int, tile_tokens: int, tile_keys: int, window: int | None) -> Any:
-    def make(*lens: np.ndarray) -> jax.Array:
-        return work_list(
-            *lens, num_tokens=T, tile_tokens=tile_tokens, tile_keys=tile_keys, window=window
+    return jax.jit(
+        functools.partial(
+            work_list,
+            num_tokens=T,
+            tile_tokens=tile_tokens,
+            tile_keys=tile_keys,
+            window=window,
         )
-
-    return make
+    )
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 16, 17, 32])
