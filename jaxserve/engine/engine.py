@@ -82,16 +82,7 @@ class Engine:
         host_slots, self._host_bytes = _host_tier(config, kv_spec, shape)
         self.kv_manager = _make_manager(config, kv_spec, shape, host_slots)
         self.scheduler = Scheduler(shape.limits, self.kv_manager, StepTimes(config.max_stall))
-        self.runner = Runner(
-            _make_programs(model, ops, shape, mesh),
-            model.params,
-            kv_spec,
-            self._loader,
-            num_pages=shape.num_pages,
-            dtype=shape.kv_dtype,
-            state_slots=slots,
-            pages_per_row=shape.pages_per_row,
-        )
+        self.runner = _make_runner(model, ops, kv_spec, shape, mesh, self._loader, slots)
         self.shape, self.page_size = shape, shape.page_size
         self.capacity_tokens = self.kv_manager.capacity_tokens
         self.max_model_len = min(
@@ -125,16 +116,7 @@ class Engine:
         group = check_draft(draft, model, kv_spec, self.max_model_len)
         spec = draft.model.kv_spec(draft.config)
         ops = make_ops(config.attention_backend, spec, mesh.size)
-        runner = Runner(
-            _make_programs(draft, ops, self.shape, mesh),
-            draft.params,
-            spec,
-            self._loader,
-            num_pages=self.shape.num_pages,
-            dtype=self.shape.kv_dtype,
-            state_slots=1,
-            pages_per_row=self.shape.pages_per_row,
-        )
+        runner = _make_runner(draft, ops, spec, self.shape, mesh, self._loader, 1)
         return DraftModelProposer(runner, self.shape, group, self.scheduler.reserve)
 
     def warm_up(
@@ -240,8 +222,17 @@ def _host_tier(config: EngineConfig, kv_spec: KVSpec, shape: EngineShape) -> tup
     return slots, slots * page_bytes
 
 
-def _make_programs(model: LoadedModel, ops: Ops, shape: EngineShape, mesh: Mesh) -> Programs:
-    return Programs(
+def _make_runner(
+    model: LoadedModel,
+    ops: Ops,
+    kv_spec: KVSpec,
+    shape: EngineShape,
+    mesh: Mesh,
+    loader: ProgramLoader,
+    state_slots: int,
+) -> Runner:
+    """Of the target, or of a draft model that runs the target's shapes."""
+    programs = Programs(
         model.model,
         model.config,
         ops,
@@ -251,6 +242,16 @@ def _make_programs(model: LoadedModel, ops: Ops, shape: EngineShape, mesh: Mesh)
         max_steps=MAX_BURST,
         max_draws=shape.max_draws,
         mesh=mesh,
+    )
+    return Runner(
+        programs,
+        model.params,
+        kv_spec,
+        loader,
+        num_pages=shape.num_pages,
+        dtype=shape.kv_dtype,
+        state_slots=state_slots,
+        pages_per_row=shape.pages_per_row,
     )
 
 
