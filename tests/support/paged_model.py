@@ -108,11 +108,10 @@ class PagedModel:
         ]
         rows += [*prefill, *[None] * pad_rows]
         T = self.width * len(decode) + sum(len(tokens) for _, tokens in prefill) + pad_tokens
-        R = len(rows)
         flat = {
             "tokens": np.full(T, junk, np.int32),
             "positions": np.full(T, junk, np.int32),
-            "row_of_token": np.full(T, R, np.int32),
+            "row_of_token": np.full(T, (R := len(rows)), np.int32),
         }
         query_starts, query_lens, kv_lens = np.zeros((3, R), np.int32)
         assert self.layout is not None
