@@ -9,7 +9,10 @@ from typer.testing import CliRunner
 
 from jaxserve.cli.main import app
 
-COMMANDS = ["serve", "chat", "generate", "batch", "pull", "models", "bench", "eval"]
+COMMANDS = [
+    *["serve", "chat", "generate", "batch", "pull", "models", "bench", "eval"],
+    "audit-speculation",
+]
 
 
 def run(*arguments: str, **options: object) -> "subprocess.CompletedProcess[str]":

@@ -135,6 +135,74 @@ def test_never_more_than_allowed(steps, adaptive, free, disable):
         control.observe_step(len(most), width, seconds, emitted, drafting=any(limits))
 
 
+def used_up(control: DraftControl, requests: list[Request]) -> None:
+    """Drafts that cost two steps and bring nothing, until none are allowed any more."""
+    for _ in range(8):
+        control.observe_step(1, 1, 1.0, 1, drafting=False)
+    while any(control.limits(requests, [8])):
+        control.observe_step(1, 9, 2.0, 1, drafting=True)
+
+
+def test_missed_drafts_that_were_right_bring_drafting_back_at_once():
+    control = DraftControl(WIDTHS, ROW_SIZES)
+    requests = make_requests(1)
+    used_up(control, requests)
+    control.observe_missed("0", 1, 8, 8)  # nine tokens for two steps
+    assert control.limits(requests, [8]) == [8]
+
+
+def test_missed_drafts_count_together_and_wrong_ones_against_them():
+    control = DraftControl(WIDTHS, ROW_SIZES)
+    requests = make_requests(1)
+    used_up(control, requests)
+    for _ in range(100):
+        control.observe_missed("0", 1, 8, 3)  # would have gained two steps
+        for _ in range(2):
+            control.observe_missed("0", 1, 8, 0)  # would have lost one each
+        assert control.limits(requests, [8]) == [0]
+    control.observe_missed("0", 1, 8, 3)
+    control.observe_missed("0", 1, 8, 3)
+    assert control.limits(requests, [8]) == [8]
+
+
+def test_missed_drafts_of_one_request_gain_little_for_many():
+    control = DraftControl(WIDTHS, (4,))
+    requests = make_requests(4)
+    for _ in range(8):
+        control.observe_step(4, 1, 1.0, 4, drafting=False)
+    while any(control.limits(requests, [8] * 4)):
+        control.observe_step(4, 9, 2.0, 4, drafting=True)
+    control.observe_missed("0", 4, 8, 8)  # seven steps' worth, but of one request in four
+    assert not any(control.limits(requests, [8] * 4))
+    for name in "123":
+        control.observe_missed(name, 4, 8, 8)
+    assert control.limits(requests, [8] * 4) == [8] * 4
+
+
+def test_missed_drafts_tell_of_acceptance_and_nothing_before_costs_are_known():
+    control = DraftControl(WIDTHS, ROW_SIZES)
+    before = control.acceptance.expected("0")[1]
+    for _ in range(20):
+        control.observe_missed("0", 1, 8, 8)
+    assert control.acceptance.expected("0")[1] > before
+    assert control.limits(make_requests(1), [8]) == [0]  # plain steps are not measured yet
+    control.observe_missed("0", 1, 0, 0)
+
+
+def test_steps_of_a_burst_count_each():
+    control = DraftControl(WIDTHS, ROW_SIZES)
+    requests = make_requests(1)
+    control.observe_step(1, 1, 1.0, 1, drafting=False, steps=8)
+    assert control.limits(requests, [8]) == [8]
+    used_up(control, requests)
+    control.observe_step(1, 1, 1.0, 1, drafting=False)  # the one after a step with drafts
+    bursts = 0
+    while not any(control.limits(requests, [8])):
+        control.observe_step(1, 1, 1.0, 1, drafting=False, steps=8)
+        bursts += 1
+    assert 8 < bursts <= 32  # a plain step's time, at 0.0075 to 0.015 for each of 8
+
+
 def test_plain_steps_come_first():
     control = DraftControl(WIDTHS, ROW_SIZES)
     requests = make_requests(1)
