@@ -155,11 +155,11 @@ class Loader:
             strangers = self._has_strangers(i)
 
             @mgpu.when(jnp.logical_not(strangers))
-            def _() -> None:
+            def whole() -> None:
                 self._fetch(i, "value_pages", values, full)
 
             @mgpu.when(strangers)
-            def _() -> None:
+            def cleared() -> None:
                 self._fetch(i, "value_pages", values, ring["edge"])
                 mgpu.barrier_wait(ring["edge"])
                 self._clear_strangers(i, values)
@@ -186,7 +186,7 @@ class Loader:
         for n in range(tile.staged):
 
             @mgpu.when(first + n < end)
-            def _(n: int = n) -> None:
+            def begin(n: int = n) -> None:
                 fetch_keys(first + n, jnp.int32(n))
                 fetch_values(first + n, jnp.int32(n))
 
@@ -201,7 +201,7 @@ class Loader:
             mgpu.barrier_arrive(ring["keys_full"].at[slot])
 
             @mgpu.when(ahead < end)
-            def _() -> None:
+            def next_keys() -> None:
                 fetch_keys(ahead, stage)
 
             self._wait_free("values_free", n, slot)
@@ -211,14 +211,14 @@ class Loader:
             mgpu.barrier_arrive(ring["values_full"].at[slot])
 
             @mgpu.when(ahead < end)
-            def _() -> None:
+            def next_values() -> None:
                 fetch_values(ahead, stage)
 
         lax.fori_loop(first, end, step, None)
 
     def _wait_free(self, barrier: str, n: jax.Array, slot: jax.Array) -> None:
         @mgpu.when(n >= self.shape.tile.stages)
-        def _() -> None:
+        def wait() -> None:
             mgpu.barrier_wait(self.ring[barrier].at[slot])
 
     def _pieces(
@@ -235,7 +235,7 @@ class Loader:
             holds = (key + shape.piece > self.work.first_key) & (key < self.work.end_key)
 
             @mgpu.when(holds)
-            def _(p: int = p, key: jax.Array = key) -> None:
+            def read(p: int = p, key: jax.Array = key) -> None:
                 page = self.pool.page_table[self.work.row, lax.div(key, jnp.int32(shape.page_size))]
                 at: Any = slice(None)
                 if shape.piece < shape.page_size:
@@ -243,7 +243,7 @@ class Loader:
                 copy(p, page, at)
 
             @mgpu.when(jnp.logical_not(holds))
-            def _() -> None:
+            def pass_over() -> None:
                 mgpu.barrier_arrive(barrier)
 
     def _fetch(self, i: jax.Array, name: str, tile: Any, barrier: Any) -> None:
