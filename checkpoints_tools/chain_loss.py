@@ -49,13 +49,19 @@ class Given:
 
 
 def chain_loss(task: ChainTask, params: Params, given: Given, batch: StatesBatch) -> jax.Array:
-    """Mean cross-entropy to the target's distribution over the draft's words, steps weighted."""
+    """Mean cross-entropy to the target's distribution over the draft's words, steps weighted.
+
+    Chains from the first token of a document are left out: models keep there what they have no use
+    for, in features a thousand times larger than others (attention sinks, arXiv:2402.17762), whose
+    gradients would drown all others.
+    """
     target_log = jax.nn.log_softmax(_target_logits(task, given, batch), axis=-1)  # [B, L, V]
     wanted = jnp.exp(_ahead(target_log))
     total, weights = jnp.zeros(()), 0.0
     for step, (logits, valid) in enumerate(guesses(task, params, given, batch)):
         each = -jnp.sum(wanted * jax.nn.log_softmax(logits, axis=-1), axis=-1)
-        mean = jnp.sum(jnp.where(valid, each, 0)) / jnp.maximum(jnp.sum(valid), 1)
+        learnt = valid & (batch.positions > step)
+        mean = jnp.sum(jnp.where(learnt, each, 0)) / jnp.maximum(jnp.sum(learnt), 1)
         total += STEP_WEIGHT**step * mean
         weights += STEP_WEIGHT**step
     return total / weights

@@ -47,6 +47,10 @@ class FeaturePlan:
     def tap_names(self) -> tuple[str, ...]:
         return self.draft.tap_names(self.config)
 
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        return {**self.json_config, "guesses": self.steps}
+
     def about(self, text: Windows) -> str:
         """What a user should know before it starts."""
         if self.words is None:
@@ -87,8 +91,10 @@ class FeaturePlan:
             fixed = {"d2t": jnp.asarray(words - np.arange(len(words)), jnp.int32)}
         return Given(params["embed"], {unembedding: table}, fixed)
 
-    def tensors(self, params: Params) -> dict[str, np.ndarray]:
+    def tensors(self, params: Params, tap_scale: np.ndarray) -> dict[str, np.ndarray]:
         """The trained draft as published checkpoints hold it."""
+        if self.tap_names:  # it has learnt from taps that were divided by this
+            params = {**params, "fc": params["fc"] / tap_scale}
         tensors = named_tensors(self.draft, self.config, params, self.config.layer)
         if self.words is not None:
             tensors["d2t"], tensors["t2d"] = to_published(self.words, self._vocab_size)

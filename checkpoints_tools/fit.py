@@ -4,6 +4,7 @@ What is needed to go on (parameters, optimiser state, step) is kept with orbax b
 that a run that was cut off goes on with the numbers it would have had.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -58,8 +59,12 @@ def fit(
     directory: Path,
     report: Report,
     score_every: int,
+    about: Mapping[str, Any],
 ) -> Params:
     """Train from `params`, or go on from what `directory` holds; returns the trained params.
+
+    about: JSON that says what is trained; a directory that holds the training of something else,
+    with other settings or of another text is not gone on from.
 
     Raises InvalidRequestError if there is not one batch of windows, or if what the directory holds
     is of another training.
@@ -75,7 +80,8 @@ def fit(
     params = jax.tree.map(jnp.array, params)  # copies: each step takes the memory of the last one's
     state = {"params": params, "optimizer": optimizer.init(params)}
     update = jax.jit(partial(_update, learner.loss, optimizer), donate_argnums=0)
-    with Kept(directory, settings, total) as kept:
+    whole = {"settings": vars(settings), "windows": states.windows.fingerprint(), **about}
+    with Kept(directory, json.loads(json.dumps(whole))) as kept:
         step, state = kept.restore(state)
         saved = time.monotonic()
         for batch in _batches(states, settings, per_epoch, step):
@@ -132,10 +138,10 @@ def _batches(
 class Kept:
     """The state of a training in a directory: the newest one only."""
 
-    def __init__(self, directory: Path, settings: Settings, total: int) -> None:
+    def __init__(self, directory: Path, about: Mapping[str, Any]) -> None:
         options = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
         self._directory = directory
-        self._about = {"settings": repr(settings), "steps": total}
+        self._about = about
         self._manager = ocp.CheckpointManager(directory.resolve(), options=options)
 
     def __enter__(self) -> "Kept":
@@ -151,9 +157,12 @@ class Kept:
             return 0, state
         about = self._restore(step, about=ocp.args.JsonRestore())
         if about != self._about:
+            other = sorted(
+                key for key in {*about, *self._about} if about.get(key) != self._about.get(key)
+            )
             raise InvalidRequestError(
-                f"{self._directory} holds another training ({str(about)[:300]}, this one is "
-                f"{self._about}); give another --output, or remove it"
+                f"{self._directory} holds another training (it differs in {', '.join(other)}); "
+                "give another --output, or remove it"
             )
         return step, self._restore(step, state=ocp.args.StandardRestore(state))
 

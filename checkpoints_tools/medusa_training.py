@@ -46,7 +46,8 @@ def medusa_loss(
     wanted = jax.nn.softmax(task.unembed(target_params, _flat(batch.hidden)))  # [B L, V]
     total, weights = jnp.zeros(()), 0.0
 
-    @jax.checkpoint  # logits of one head at a time: each is as wide as the vocabulary
+    # Logits of one head at a time: each head's are as wide as the vocabulary.
+    @partial(jax.checkpoint, static_argnums=1)
     def of_head(own: Params, ahead: int) -> jax.Array:
         logits = _head_logits(task, own, target_params, batch)
         wanted_there = _later(wanted.reshape(*batch.tokens.shape, -1), ahead)
@@ -124,6 +125,10 @@ class MedusaPlan:
     def tap_names(self) -> tuple[str, ...]:
         return ()
 
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        return self.json_config
+
     def about(self, text: Windows) -> str:  # noqa: ARG002
         return f"medusa: {self.config.num_heads} heads, which share the target's unembedding"
 
@@ -145,7 +150,7 @@ class MedusaPlan:
         score = HeldOut(partial(medusa_scores, task), given, held_out, choices, batch)
         return Learner(partial(medusa_loss, task), given, score)
 
-    def tensors(self, params: Params) -> dict[str, np.ndarray]:
+    def tensors(self, params: Params, tap_scale: np.ndarray) -> dict[str, np.ndarray]:  # noqa: ARG002
         return named_tensors(MEDUSA, self.config, params, None)
 
 

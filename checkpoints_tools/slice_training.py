@@ -94,6 +94,10 @@ class SlicePlan:
     def tap_names(self) -> tuple[str, ...]:
         return ()
 
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        return {**self.json_config, "layers": self.layers}
+
     def about(self, text: Windows) -> str:  # noqa: ARG002
         kept = ", ".join(map(str, self.layers))
         return f"slice: layers {kept} of the target's {self.target.model.config.num_layers}"
@@ -113,7 +117,7 @@ class SlicePlan:
         score = HeldOut(partial(slice_scores, task), self._tables, held_out, choices, batch)
         return Learner(partial(slice_loss, task), self._tables, score)
 
-    def tensors(self, params: Params) -> dict[str, np.ndarray]:
+    def tensors(self, params: Params, tap_scale: np.ndarray) -> dict[str, np.ndarray]:  # noqa: ARG002
         return named_tensors(llama.MODEL, self.config, {**params, **self._tables}, self.config)
 
     @property

@@ -33,11 +33,22 @@ KEEP_SECONDS = 20.0  # of work that may be lost
 @dataclass(frozen=True)
 class TargetStates:
     """Of N windows of L tokens. hidden [N, L, E]: as forward returns them; taps [N, L, n E]: the
-    wanted layers' inputs, joined. A row of zeros is padding."""
+    wanted layers' inputs, joined. A row of zeros is padding. tap_scale [n E]: what batches have
+    their taps divided by."""
 
     windows: Windows
     hidden: np.ndarray
     taps: np.ndarray
+    tap_scale: np.ndarray | None = None
+
+    def channel_sizes(self) -> np.ndarray:
+        """Root mean square of each channel of the taps, [n E], of tokens that begin no document."""
+        squares, count = np.zeros(self.taps.shape[-1]), 0
+        for index in range(len(self.windows)):
+            inner = self.windows.positions[index] > 0
+            squares += (self.taps[index][inner].astype(np.float32) ** 2).sum(axis=0)
+            count += int(inner.sum())
+        return np.sqrt(squares / max(count, 1) + 1e-12).astype(np.float32)
 
     def batches(self, order: np.ndarray, size: int) -> Iterator["StatesBatch"]:
         """Windows in this order, `size` at a time; what does not fill a batch is left out."""
@@ -47,12 +58,15 @@ class TargetStates:
     def batch(self, index: np.ndarray) -> "StatesBatch":
         """These windows, as float32."""
         windows = self.windows.take(index)
+        taps = self.taps[index].astype(np.float32)
+        if self.tap_scale is not None:
+            taps /= self.tap_scale
         return StatesBatch(
             windows.tokens,
             windows.rows,
             windows.positions,
             self.hidden[index].astype(np.float32),
-            self.taps[index].astype(np.float32),
+            taps,
         )
 
 

@@ -1,7 +1,7 @@
 """A training from its plan to the written checkpoint, the same for every kind of draft."""
 
-import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,8 +23,10 @@ TRAINING = "training"  # the folder, in the result's, of what is needed to go on
 class Plan(Protocol):
     """A draft that is to be trained: what FeaturePlan, MedusaPlan and SlicePlan have in common.
 
-    tap_names: the target's taps that it learns from. first(seed): the params to start from.
-    learner(held_out states, windows at a time). tensors(params): what the checkpoint holds.
+    tap_names: the target's taps that it learns from. identity: JSON that tells it from other plans
+    whose training could lie in the same folder. first(seed): the params to start from.
+    learner(held_out states, windows at a time). tensors(params, tap_scale): what the
+    checkpoint holds; the taps that it was trained on were divided by tap_scale.
     """
 
     @property
@@ -33,13 +35,16 @@ class Plan(Protocol):
     @property
     def tap_names(self) -> tuple[str, ...]: ...
 
+    @property
+    def identity(self) -> Mapping[str, Any]: ...
+
     def about(self, text: Windows) -> str: ...
 
     def first(self, seed: int) -> Params: ...
 
     def learner(self, held_out: TargetStates, batch: int) -> Learner: ...
 
-    def tensors(self, params: Params) -> dict[str, np.ndarray]: ...
+    def tensors(self, params: Params, tap_scale: np.ndarray) -> dict[str, np.ndarray]: ...
 
 
 def run_training(
@@ -61,6 +66,9 @@ def run_training(
     say(plan.about(text.held_out))
     output.mkdir(parents=True, exist_ok=True)
     states = _states(plan, target, text, output / TRAINING, settings.batch)
+    # Some channels are a hundred times larger than others, which gradients do not go well with.
+    tap_scale = states[0].channel_sizes()
+    states = [replace(each, tap_scale=tap_scale) for each in states]
     learner = plan.learner(states[1], settings.batch)
     per_epoch = len(text.train) // settings.batch
     total = per_epoch * settings.epochs
@@ -73,12 +81,13 @@ def run_training(
             output / TRAINING / "state",
             report,
             max(1, total // SCORES_OF_A_RUN),
+            plan.identity,
         )
     scores = dict(learner.score(params))
-    write_checkpoint(output, plan.tensors(params), plan.json_config)
+    write_checkpoint(output, plan.tensors(params, tap_scale), plan.json_config)
     write_json(
         output / "training.json",
-        {"target": target.name, "held_out": scores, "settings": json.loads(_as_json(settings))},
+        {"target": target.name, "held_out": scores, "settings": vars(settings)},
     )
     say(f"held out: {acceptance_text(scores)}")
     say(f"written to {output}; {output / TRAINING} can go once you are done")
@@ -87,7 +96,8 @@ def run_training(
 
 def _states(
     plan: Plan, target: Target, text: TrainingText, folder: Path, rows: int
-) -> tuple[TargetStates, TargetStates]:
+) -> list[TargetStates]:
+    """Of the text that is learnt from, and of what is held out."""
     found = []
     with progress_bar("windows through the target", len(text.train) + len(text.held_out)) as more:
         for part, windows in (("train", text.train), ("held_out", text.held_out)):
@@ -95,8 +105,4 @@ def _states(
                 target.model, windows, plan.tap_names, folder / part, rows=rows, advance=more
             )
             found.append(states)
-    return found[0], found[1]
-
-
-def _as_json(settings: Settings) -> str:
-    return json.dumps(vars(settings))
+    return found

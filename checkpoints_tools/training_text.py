@@ -68,6 +68,10 @@ def read_training_text(
     max_tokens: take the text's first tokens only. Raises InvalidRequestError for a file that is not
     text, or too short to hold anything out.
     """
+    if length > model.max_model_len:
+        raise InvalidRequestError(
+            f"windows of {length} tokens; this model holds at most {model.max_model_len}", "window"
+        )
     documents = _documents(read_text(path), model, max_tokens)
     every = max(2, round(1 / held_out))
     if len(documents) < 2 * every:  # one long text, say: its pieces take the place of documents

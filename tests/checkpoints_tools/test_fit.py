@@ -34,7 +34,9 @@ def loss(params: Any, given: jax.Array, batch: Any) -> jax.Array:
 WANTED = np.arange(6, dtype=np.float32).reshape(3, 2)
 
 
-def run(directory: Path, stop_at: int | None = None, **changes: Any) -> tuple[Any, list[float]]:
+def run(
+    directory: Path, stop_at: int | None = None, method: str = "x", **changes: Any
+) -> tuple[Any, list[float]]:
     """(params or None if it was cut off after that step, losses)."""
     losses: list[float] = []
 
@@ -46,9 +48,10 @@ def run(directory: Path, stop_at: int | None = None, **changes: Any) -> tuple[An
 
     learner = Learner(loss, jnp.asarray(WANTED), lambda params: {"w": float(params["w"][0, 0])})
     settings = Settings(**{**vars(SETTINGS), **changes})
+    about = {"method": method, "layers": (1, 2)}
     start = {"w": np.zeros((3, 2), np.float32)}
     try:
-        return fit(learner, start, states(), settings, directory, report, 10), losses
+        return fit(learner, start, states(), settings, directory, report, 10, about), losses
     except KeyboardInterrupt:
         return None, losses
 
@@ -78,8 +81,12 @@ def test_what_was_cut_off_goes_on_with_the_same_numbers(
 
 def test_another_training_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     run(tmp_path)
-    with pytest.raises(InvalidRequestError, match=r"holds another training .* remove it"):
+    with pytest.raises(InvalidRequestError, match=r"holds another .* in settings\); give another"):
         run(tmp_path, learning_rate=0.01)
+    with pytest.raises(
+        InvalidRequestError, match=r"holds another training \(it differs in method\)"
+    ):
+        run(tmp_path, method="y")
 
 
 def test_too_few_windows(tmp_path: Path) -> None:

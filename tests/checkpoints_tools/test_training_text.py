@@ -57,7 +57,7 @@ def test_one_long_text_is_cut_and_lines_of_endoftext_separate_documents(tmp_path
     path = tmp_path / "text.txt"
     path.write_text("a long text without end " * 40)
     text = read_training_text(path, tiny_model(), 32, 0.2)
-    assert (len(text.train), len(text.held_out)) == (25, 6)
+    assert (len(text.train), len(text.held_out)) == (24, 6)
     path.write_text("\n<|endoftext|>\n".join(f"number {index}" for index in range(10)))
     pieces = pieces_of(read_training_text(path, tiny_model(), 32, 0.5).train)
     assert [bytes(piece[1:]).decode() for piece in pieces] == [
@@ -70,6 +70,13 @@ def test_first_tokens_only(tmp_path: Path) -> None:
     path.write_text("\f".join("abcdefg" for _ in range(40)))
     text = read_training_text(path, tiny_model(), 8, 0.1, max_tokens=160)
     assert text.train.num_tokens + text.held_out.num_tokens == 160
+
+
+def test_a_window_is_no_longer_than_the_models_context(tmp_path: Path) -> None:
+    with pytest.raises(
+        InvalidRequestError, match="windows of 257 tokens; this model holds at most"
+    ):
+        read_training_text(tmp_path / "text.txt", tiny_model(), 257, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxserve.core.backends import make_ops
-from jaxserve.core.kv_spec import KVSpec
+from jaxserve.core.kv_spec import KVGroup, KVSpec
 from jaxserve.errors import ModelLoadError
 from jaxserve.models.drafts import medusa
 from tests.support import draft_oracle as oracle
@@ -15,7 +15,7 @@ from tests.support.draft_checkpoints import BLOCKS, HEADS, TARGET, medusa_tensor
 from tests.support.paged_model import params_of_tensors
 
 CONFIG = {"medusa_num_heads": HEADS, "medusa_num_layers": BLOCKS}
-OPS = make_ops("reference", KVSpec(()))
+OPS = make_ops("reference", KVSpec((KVGroup("global", (0,), 1, 8),)))
 
 
 @pytest.mark.parametrize("shared", [False, True])

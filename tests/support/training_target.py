@@ -13,7 +13,11 @@ from tests.support.tiny_checkpoints import LLAMA, tiny_tensors
 from tests.support.toy_vocabularies import train_byte_level
 
 LAYERS = 6
-CONFIG: dict[str, Any] = LLAMA | {"num_hidden_layers": LAYERS, "eos_token_id": 1}
+CONFIG: dict[str, Any] = LLAMA | {
+    "num_hidden_layers": LAYERS,
+    "max_position_embeddings": 512,
+    "eos_token_id": 1,
+}
 SENTENCES = (
     "The ship left the harbour before the sun had risen over the hills.",
     "Nobody had seen the letter that lay under the door for nine days.",
