@@ -77,12 +77,14 @@ def right(report: dict[str, Any], *, interpret: bool) -> bool:
 
     wrong = 0
     for check in all_checks(interpret=interpret):
+        error = None if check.why else check.error
         report["right"].append(
-            {"op": check.op, "case": check.case, "error": check.error, "bound": check.bound}
+            {"op": check.op, "case": check.case, "error": error, "bound": check.bound}
         )
         verdict = "right" if check.is_right else "WRONG"
         wrong += not check.is_right
-        print(f"{verdict}  {check.op}, {check.case}: {check.error:.2e} of {check.bound:.0e}")
+        found = check.why or f"{check.error:.2e} of {check.bound:.0e}"
+        print(f"{verdict}  {check.op}, {check.case}: {found}", flush=True)
     print(f"{len(report['right'])} cases, {wrong} wrong", flush=True)
     return wrong == 0
 
