@@ -44,7 +44,7 @@ class Speculator:
         self._control = control
         self._num_drafts = num_drafts
         self._guesses: dict[str, tuple[int, list[int]]] = {}  # for tokens from this number on
-        self._known: set[str] = set()  # requests that the proposer was asked about
+        self._known: dict[str, Request] = {}  # requests that the proposer was asked about
 
     def waits_for(self, plan: Plan, scheduler: Scheduler, buckets: Iterable[Bucket]) -> bool:
         """Whether the next step can be planned only when this plan, in flight, is committed:
@@ -59,15 +59,16 @@ class Speculator:
     def propose(self, scheduler: Scheduler, buckets: Iterable[Bucket]) -> Drafts | None:
         """Drafts for the running requests, when every token is committed. None: nobody was to have
         any."""
-        for name in [name for name in self._known if scheduler.find(name) is None]:
-            self._forget(name)
+        for name, request in list(self._known.items()):
+            if scheduler.find(name) is not request:  # perhaps another one has its id by now
+                self._forget(name)
         if not scheduler.may_verify:
             return None
         requests = [request for request in scheduler.running if request.num_uncomputed == 1]
         limits = self._limits(requests, buckets)
         if not any(limits):
             return None
-        self._known.update(request.request_id for request in requests)
+        self._known.update((request.request_id, request) for request in requests)
         drafts = self._proposer.propose(requests, limits)
         width = self._control.width(requests, [len(draft) for draft in drafts])
         return {
@@ -136,8 +137,10 @@ class Speculator:
             self._control.observe_missed(name, num_rows, judged, right)
         if request.status is not Status.RUNNING:
             return
+        if self._known.get(name, request) is not request:
+            self._forget(name)
         (guess,) = self._proposer.propose([request], [self._most(request)])
-        self._known.add(name)
+        self._known[name] = request
         if guess:
             self._guesses[name] = request.num_tokens, guess
 
@@ -148,7 +151,7 @@ class Speculator:
         return max(0, most if wish is None else min(most, wish))
 
     def _forget(self, name: str) -> None:
-        self._known.discard(name)
+        self._known.pop(name, None)
         self._guesses.pop(name, None)
         self._proposer.forget(name)
         self._control.forget(name)

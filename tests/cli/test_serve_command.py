@@ -224,3 +224,28 @@ def test_prefix_cache_can_be_switched_off(start: FakeStart, name: str) -> None:
     result = CliRunner().invoke(app, ["serve", "fake", name, "--kv-host-memory", "1M"])
     assert result.exit_code == 1
     assert "leave the cache on" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "give a JSON object"),
+        ('{"method": "magic"}', "choose one of ngram, suffix"),
+        ('{"method": "ngram", "num_speculative_tokens": 0.5}', "whole number from 1 to"),
+        ('{"method": "ngram", "speed": 3}', "unknown key 'speed'"),
+        ('{"method": "ngram", "model": "' + "x" * 1000 + '"}', "leave it out"),
+    ],
+)
+def test_a_wrong_speculative_config_is_told_before_anything_starts(
+    start: FakeStart, given: str, shown: str
+) -> None:
+    result = CliRunner().invoke(
+        app, ["serve", "tiny", "--speculative-config", given], terminal_width=2000
+    )
+    assert result.exit_code == 2
+    told = " ".join(result.output.replace("│", " ").split())
+    assert "--speculative-config" in told
+    assert shown in told
+    assert "x" * 50 not in told
+    assert "Traceback" not in told
