@@ -86,8 +86,8 @@ class PagedModel:
     ) -> list[np.ndarray]:
         """One step. Logits [tokens, V] of every decode row, then of every prefill row.
 
-        decode: a sequence and its next token (up to `width` of them), or None for a padded row. junk: the token id and
-        position that padding carries.
+        decode: a sequence and its next token (up to `width` of them), or None for a padded row.
+        junk: the token id and position that padding carries.
         """
         batch, owned = self._batch(decode, prefill, pad_rows, pad_tokens, junk)
         run = _run_jitted if self.jitted else _run
