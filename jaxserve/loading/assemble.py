@@ -69,8 +69,8 @@ def assemble(
     dtype: numpy name of the parameters' type where a spec does not pin one. layout: None for plain
     arrays only; "rows", "panels" or "gpu" to keep every packable parameter as the file packs it, in
     that layout (a QuantizedArray, or StackedRows of several). Host memory holds two parameters
-    beside the result at most. Raises ModelLoadError listing every tensor that is missing, left over or
-    misshaped.
+    beside the result at most. Raises ModelLoadError listing every tensor that is missing, left
+    over or misshaped.
     """
     params, treedef = _params(model, config, dtype)
     _check_tensors(params, source)
