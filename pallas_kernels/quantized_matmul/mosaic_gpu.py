@@ -22,7 +22,8 @@ from pallas_kernels.quantized_matmul.gpu_layout import (
     padded_shape,
     part_shapes,
 )
-from pallas_kernels.quantized_matmul.mosaic_kernel import Plan, operands, packed_product
+from pallas_kernels.quantized_matmul.mosaic_kernel import packed_product
+from pallas_kernels.quantized_matmul.mosaic_plan import Plan, operands
 from pallas_kernels.quantized_matmul.tiles import Tiles, choose_splits, choose_tiles
 
 
