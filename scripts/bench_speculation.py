@@ -20,6 +20,8 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from speculation.tasks import TASKS
+
 from jaxserve.config import EngineConfig
 from jaxserve.core.backends import weight_layout
 from jaxserve.core.compile_cache import use_compile_cache
@@ -33,7 +35,6 @@ from jaxserve.loading.loaded_model import LoadedModel
 from jaxserve.loading.model_cache import home
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculative_config import SpeculativeConfig
-from speculation.tasks import TASKS
 
 DEFAULT = '{"method": "ngram", "num_speculative_tokens": 8}'
 MOST_SLOWER = 1.03
