@@ -227,7 +227,7 @@ def copy_gmem_to_smem(src: Any, dst: Any, barrier: Any, *, name: str = "", **opt
     """Start one TMA copy of `src` to `dst` that arrives at `barrier`; `name` is for counting."""
     plgpu.copy_gmem_to_smem(src, dst, barrier, **options)
     if _INTERPRETATION.get() is not None and _COUNTER is not None:
-        size = math.prod(dst.shape) * jnp.dtype(dst.dtype).itemsize
+        size = math.prod(dst.shape) * jax.dtypes.itemsize_bits(dst.dtype) // 8
         jax.debug.callback(functools.partial(_COUNTER.add, name, size))
 
 

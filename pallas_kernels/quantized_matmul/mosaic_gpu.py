@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels.quantized_matmul.array import QuantizedArray
@@ -182,8 +183,11 @@ def _rounded(plan: Plan, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         down = lax.bitcast_convert_type((127 + exponent) << 23, jnp.float32)
         return (x * up).astype(jnp.float16), down
     limit = 127.0 if plan.x_dtype == jnp.int8 else 448.0
-    scale = jnp.where(largest > 0, largest / limit, 1.0)
-    scaled = jnp.clip(x / scale, -limit, limit)
+    # Products, each rounded once: compilers make products of quotients, and numbers half way
+    # between two of 8 bits then fall to either side.
+    inverse = jnp.where(largest > 1e-30, limit / largest, 1.0)
+    scale = largest * np.float32(1 / limit)
+    scaled = jnp.clip(x * inverse, -limit, limit)
     if plan.x_dtype == jnp.int8:
         scaled = jnp.round(scaled)
     return scaled.astype(plan.x_dtype), scale
