@@ -15,7 +15,7 @@ from checkpoints_tools.target_states import TargetStates
 from checkpoints_tools.training_text import pack
 from jaxserve.errors import InvalidRequestError
 
-SETTINGS = Settings(epochs=4, batch=2, learning_rate=0.05)
+SETTINGS = Settings(epochs=4, batch=2, learning_rate=0.5)
 
 
 def states() -> TargetStates:
