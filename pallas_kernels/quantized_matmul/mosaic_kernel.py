@@ -146,14 +146,20 @@ class _Block:
         starts = {"m": self.m, "n": self.n}
         where: list[Any] = [self.expert] if operand.axes[0] == "expert" else []
         for axis, size in zip(operand.axes[len(where) :], operand.shape, strict=True):
-            inputs = step * self.plan.tiles.block_k
-            start = lax.div(inputs, axis) if isinstance(axis, int) else starts[axis]
+            start = self._first_entry(step, axis) if isinstance(axis, int) else starts[axis]
             where.append(mgpu.ds(start, size))
         arrived = self.shared[barrier]
         mgpu.copy_gmem_to_smem(
             array.at[tuple(where)], target, arrived if slot is None else arrived.at[slot],
             name=operand.name,
         )  # fmt: skip
+
+    def _first_entry(self, step: Any, span: int) -> Any:
+        """Of a step, in an array with `span` inputs to an entry."""
+        block_k = self.plan.tiles.block_k
+        if block_k % span:
+            return lax.div(step * block_k, span)
+        return step * (block_k // span)  # from a quotient, no compiler sees whole tiles
 
     def _steps(self, body: Callable[[Any, Any], Any], start: Any) -> Any:
         """fori_loop of body(slot, carry) over this block's steps, refilling the ring."""
