@@ -53,10 +53,15 @@ def results(run: Any, x: GpuInputs) -> np.ndarray:
 def test_agrees_with_float64(case: PoolCase):
     x = gpu_inputs(case)
     got = results(program(case), x)
-    error = np.abs(got - x.expected) / np.sqrt((x.expected**2).mean())
+    tokens = sum(n for n, _ in case.prefill)
+    want = x.expected[:tokens]
+    # What the output loses as bfloat16 is not the kernel's error: a first token sees one key, and
+    # its mean is many times the root mean square.
+    error = np.maximum(np.abs(got[:tokens] - want) - 2.0**-9 * np.abs(want), 0)
+    error /= np.sqrt((want**2).mean())
     assert error.max() < 2e-2 + (2e-3 if case.softcap else 0)
     assert error.mean() < 2e-3
-    assert not got[sum(n for n, _ in case.prefill) :].any()
+    assert not got[tokens:].any()
 
 
 @pytest.mark.parametrize("name", ["bits-bf16", "bits-int8"])
