@@ -101,7 +101,7 @@ class PageTiles:
             "value_codes": mgpu.SMEM(
                 (tile.staged, self.pieces, self.value_rows, self.piece),
                 self.page_dtype,
-                transforms=_code_transforms(self.piece, self.page_dtype),
+                transforms=_code_transforms(columns, self.page_dtype),
             ),
             "key_scales": scales,
             "value_scales": scales,

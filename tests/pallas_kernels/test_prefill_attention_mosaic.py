@@ -126,6 +126,8 @@ def least_bytes(case: PoolCase, T: int) -> int:
     reach = case.window or 10**9
     total, start = 0, 0
     for n, kv in case.prefill:
+        if n == 0:
+            continue
         for base in range(start // TOKEN_BLOCK * TOKEN_BLOCK, start + n, packed.tokens):
             first, end = (kv - n - start + t for t in (base, base + packed.tokens))
             first, end = max(first, kv - n), min(end, kv)  # positions of the tile's queries
