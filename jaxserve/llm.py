@@ -89,7 +89,7 @@ class LLM:
         **engine_config: Any,
     ) -> None:
         config = _engine_config(engine_config)
-        use_threads(threads)
+        use_threads(threads, interpreting=config.attention_backend == "interpret")
         use_gpu_memory(config.gpu_memory_utilization)
         use_compile_cache(home() / "compiled")
         name = model if isinstance(model, str) else model.name

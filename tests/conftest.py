@@ -1,6 +1,7 @@
 """Shared test settings: CPU, strict dtypes, no network, the downloaded models as fixtures."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--interpreted",
+        action="store_true",
+        help="run the tests that interpret GPU kernels, and only those",
+    )
     parser.addoption(
         "--model-file", action="append", default=[], help="also run the contract test on this file"
     )
@@ -26,15 +32,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     REQUIRE_SM90A=1 says that they must be."""
     from jaxserve.planning.h200 import why_not
 
+    wanted = config.getoption("--interpreted")
+    _keep(
+        config,
+        items,
+        lambda item: (
+            item.get_closest_marker("sm90a") is not None
+            or (item.get_closest_marker("interpreted") is not None) == wanted
+        ),
+    )
     if os.environ.get("REQUIRE_SM90A") == "1" or why_not() is None:
         return
-    left_out = [item for item in items if item.get_closest_marker("sm90a")]
+    _keep(config, items, lambda item: not item.get_closest_marker("sm90a"))
+
+
+def _keep(
+    config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pytest.Item], bool]
+) -> None:
+    left_out = [item for item in items if not wanted(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("sm90a")]
+        items[:] = [item for item in items if wanted(item)]
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     from jaxserve.core.compile_cache import use_compile_cache
+    from jaxserve.core.threads import use_threads
 
+    if config.getoption("--interpreted"):
+        use_threads(None, interpreting=True)
     use_compile_cache(_CACHE)

@@ -50,7 +50,7 @@ def start_engine(
     config = options.config
     phases: dict[str, float] = {}
     began = time.monotonic()
-    use_threads(options.threads)
+    use_threads(options.threads, interpreting=config.attention_backend == "interpret")
     use_gpu_memory(config.gpu_memory_utilization)
     use_compile_cache(home() / "compiled")
     loader = ProgramLoader(

@@ -32,6 +32,9 @@ def main() -> int:
     began = time.monotonic()
     if options.interpret:
         os.environ["JAX_PLATFORMS"] = "cpu"
+        from jaxserve.core.threads import use_threads
+
+        use_threads(None, interpreting=True)
     import jax
 
     problem = None if options.interpret else why_not(jax)

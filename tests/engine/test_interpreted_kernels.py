@@ -21,7 +21,10 @@ from tests.support.paged_model import PagedModel, PagedSequence
 from tests.support.tiny_engine import Run, drive, request, tiny_engine, tiny_model
 
 # NaN that nobody may see goes through products, of which the interpreter warns.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
 PAGE_SIZE = 16
 SMALL = {"max_batch_rows": 2, "max_batch_tokens": 16, "num_pages": 12, "max_model_len": 64}
 KV_TYPES = {"bf16": "bfloat16", "int8": "int8", "fp8": "float8_e4m3fn"}

@@ -23,6 +23,8 @@ from tests.support.gpu_pool import (
 )
 from tests.support.sm90a import compile_sm90a, lower_cuda
 
+pytestmark = pytest.mark.interpreted
+
 _CACHES = {"bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 _BY_NAME = {case.name: case for case in GPU_DECODE_CASES}
 

@@ -11,6 +11,8 @@ from pallas_kernels.kv_write import write_kv
 from pallas_kernels.kv_write.mosaic_gpu import TILES, Tiles, pick_tiles, write_kv_mosaic
 from tests.support.sm90a import compile_sm90a, lower_cuda
 
+pytestmark = pytest.mark.interpreted
+
 LAYERS, PAGES, HEADS = 2, 4, 2
 KINDS = (jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn)
 

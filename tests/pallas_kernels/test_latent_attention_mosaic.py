@@ -15,6 +15,8 @@ from pallas_kernels.latent_attention.tiles import TILES, pick_splits
 from tests.support.latent_inputs import make_inputs, oracle, softmax_scale
 from tests.support.sm90a import compile_sm90a, lower_cuda
 
+pytestmark = pytest.mark.interpreted
+
 BITS = Case("bits", ((1, 70), (0, 0)), ((3, 5),), pad_tokens=1, splits=2)
 
 

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import os
 from typing import Any
 
 import jax
@@ -27,12 +26,11 @@ from pallas_kernels.paged_attention.prefill_tiles import prefill_tile
 from tests.support.gpu_pool import LAYER, GpuInputs, gpu_inputs, other_garbage, permuted_pages
 from tests.support.sm90a import compile_sm90a, lower_cuda
 
-# Each interpreted warpgroup holds a thread of XLA's pool while it compiles what it runs, and waits
-# for another one to do so: with as many threads as a small machine has cores, none is left.
-os.environ.setdefault("PJRT_NPROC", "16")
-
 # Rows and slots that nobody filled are NaN on purpose, and numpy remarks on it.
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
 
 CACHES = {"bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 BY_NAME = {case.name: case for case in GPU_PREFILL_CASES}

@@ -32,6 +32,8 @@ from pallas_kernels.quantized_matmul.tiles import Tiles
 from tests.support.packed_arrays import expansion, random_array
 from tests.support.sm90a import compile_sm90a, lower_cuda
 
+pytestmark = pytest.mark.interpreted
+
 WIDE = Tiles(32, 256, 128, 2, 224 * 1024)  # two tiles of 64 rows to a warpgroup
 LARGE = Tiles(128, 256, 128, 3, 224 * 1024)  # what a long prompt gets
 

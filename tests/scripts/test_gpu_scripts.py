@@ -37,6 +37,7 @@ def test_refused_without_a_gpu(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.interpreted
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_the_checks_find_the_kernels_right_when_interpreted() -> None:
     checks = list(all_checks(interpret=True))
