@@ -1,6 +1,7 @@
 """Shared test settings: CPU, strict dtypes, no network, the downloaded models as fixtures."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
     from jaxserve.core.compile_cache import use_compile_cache
     from jaxserve.core.threads import use_threads
 
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start what runs behind them
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--interpreted"):
         use_threads(None, interpreting=True)
     use_compile_cache(_CACHE)
