@@ -41,6 +41,8 @@ class EngineConfig:
     num_pages: int | None = None  # overrides kv_memory (tests, exact experiments)
     attention_backend: str = "auto"  # auto: the best this machine has (see core/backends.py)
     speculative: SpeculativeConfig | None = None  # drafts of what comes next, verified together
+    # Of the steps in which drafts held, the share that plain decoding says again, to compare.
+    speculative_audit: float = 0.0
     seed: int = 0  # root of the draws of requests that carry no seed
 
     def __post_init__(self) -> None:
@@ -66,6 +68,7 @@ class EngineConfig:
         _check_choice("scheduling", self.scheduling, SCHEDULING_POLICIES)
         _check_choice("batching", self.batching, BATCHING)
         _check_stall(self.max_stall)
+        _check_audit(self.speculative_audit, self.speculative)
         if self.kv_host_memory and not self.prefix_cache:
             raise InvalidRequestError(
                 f"kv_host_memory is {self.kv_host_memory} bytes and prefix_cache is off; the host "
@@ -83,6 +86,20 @@ def _check_share(name: str, value: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value <= 1:
         raise InvalidRequestError(f"{name} is {value!r}; give a number above 0, at most 1", name)
+
+
+def _check_audit(share: float, speculative: SpeculativeConfig | None) -> None:
+    number = isinstance(share, int | float) and not isinstance(share, bool)
+    if not number or not 0 <= share <= 1:
+        raise InvalidRequestError(
+            f"speculative_audit is {share!r}; give a share from 0 (off) to 1", "speculative_audit"
+        )
+    if share and speculative is None:
+        raise InvalidRequestError(
+            f"speculative_audit is {share} and there is no speculation to audit; give "
+            "speculative_config too, or set speculative_audit to 0",
+            "speculative_audit",
+        )
 
 
 def _check_stall(value: float) -> None:

@@ -182,6 +182,16 @@ Speculative = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+SpeculativeAudit = Annotated[
+    float,
+    typer.Option(
+        "--speculative-audit",
+        metavar="SHARE",
+        help="Of the steps in which drafts held, the share to decode once more without drafts and "
+        "compare; /metrics counts the tokens and the mismatches. Such as 0.01; 0: none.",
+        rich_help_panel=_PANEL,
+    ),
+]
 Seed = Annotated[int, _option("--seed", help="Root of the draws of requests without a seed.")]
 ModelFile = Annotated[
     Path | None,

@@ -85,6 +85,7 @@ def serve_command(
     batching: opt.Batching = "continuous",
     page_size: opt.PageSize = opt.DEFAULTS.page_size,
     speculative: opt.Speculative = None,
+    speculative_audit: opt.SpeculativeAudit = opt.DEFAULTS.speculative_audit,
     seed: opt.Seed = opt.DEFAULTS.seed,
     model_file: opt.ModelFile = None,
     chat_template: opt.ChatTemplateFile = None,

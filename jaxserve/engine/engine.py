@@ -20,6 +20,7 @@ from jaxserve.core.program_loader import ProgramLoader
 from jaxserve.core.step_batch import SamplingBatch, StepBatch
 from jaxserve.engine.backend_settings import settle_backend
 from jaxserve.engine.bursts import MAX_BURST
+from jaxserve.engine.draft_audit import DraftAuditor
 from jaxserve.engine.engine_shape import EngineShape, engine_shape
 from jaxserve.engine.fit_memory import fit_to_device
 from jaxserve.engine.host_pages import HostPages, slots_in
@@ -78,11 +79,12 @@ class Engine:
         shape = engine_shape(model, config, kv_spec, max_chunk, draft)
         if not is_built_in(model.model):  # those are checked by our tests
             check_contract(model.model, model.config, ops, shape.dtype.name)
-        slots = config.max_batch_rows + 1
+        slots, audit_slots = config.max_batch_rows + 1, int(config.speculative_audit > 0)
         host_slots, self._host_bytes = _host_tier(config, kv_spec, shape)
         self.kv_manager = _make_manager(config, kv_spec, shape, host_slots)
         self.scheduler = Scheduler(shape.limits, self.kv_manager, StepTimes(config.max_stall))
-        self.runner = _make_runner(model, ops, kv_spec, shape, mesh, self._loader, slots)
+        all_slots = slots + audit_slots
+        self.runner = _make_runner(model, ops, kv_spec, shape, mesh, self._loader, all_slots)
         self.shape, self.page_size = shape, shape.page_size
         self.capacity_tokens = self.kv_manager.capacity_tokens
         self.max_model_len = min(
@@ -98,7 +100,12 @@ class Engine:
             vocab_size=model.vocab_size,
             state_slots=slots,
             asynchronous=asynchronous,
-            speculator=make_speculator(config.speculative, shape.buckets, self._draft),
+            speculator=make_speculator(
+                config.speculative,
+                shape.buckets,
+                self._draft,
+                self._make_auditor(config, slots, model.vocab_size),
+            ),
             on_step=on_step,
         )
         self.states = RequestStates(model, self.scheduler, self._loop, self.runner, ops.name)
@@ -118,6 +125,20 @@ class Engine:
         ops = make_ops(config.attention_backend, spec, mesh.size)
         runner = _make_runner(draft, ops, spec, self.shape, mesh, self._loader, 1)
         return DraftModelProposer(runner, self.shape, group, self.scheduler.reserve)
+
+    def _make_auditor(
+        self, config: EngineConfig, slot: int, vocab_size: int
+    ) -> DraftAuditor | None:
+        if not config.speculative_audit:
+            return None
+        return DraftAuditor(
+            self.runner,
+            self.shape,
+            share=config.speculative_audit,
+            seed=config.seed,
+            slot=slot,
+            vocab_size=vocab_size,
+        )
 
     def warm_up(
         self, progress: Callable[[str], None] | None = None, *, wait_for_all: bool = True
@@ -248,7 +269,7 @@ def _make_runner(
         model.params,
         kv_spec,
         loader,
-        num_pages=shape.num_pages,
+        num_pages=shape.pool_pages,
         dtype=shape.kv_dtype,
         state_slots=state_slots,
         pages_per_row=shape.pages_per_row,

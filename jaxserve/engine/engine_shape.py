@@ -35,7 +35,8 @@ _KV_DTYPES = {"bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 @dataclass(frozen=True)
 class EngineShape:
     """kv_dtype: of the pool. num_pages counts page 0, which is never handed out; num_groups are
-    table groups (kv_layout.py); pages_per_row is a row's longest."""
+    table groups (kv_layout.py); pages_per_row is a row's longest. audit_pages: more pages of the
+    pool, behind the others, that only an audit of speculation writes (draft_audit.py)."""
 
     dtype: np.dtype
     kv_dtype: np.dtype
@@ -46,6 +47,12 @@ class EngineShape:
     max_model_len: int
     buckets: tuple[Bucket, ...]
     limits: Limits
+    audit_pages: int = 0
+
+    @property
+    def pool_pages(self) -> int:
+        """Pages of the pool, those that are never handed out among them."""
+        return self.num_pages + self.audit_pages
 
     @property
     def max_rows(self) -> int:
@@ -79,9 +86,11 @@ def engine_shape(
     if draft is not None:
         draft_layout = kv_layout(draft.model.kv_spec(draft.config))
         page_bytes += draft_layout.page_bytes(page_size, kv_dtype.itemsize)
+    audit_pages = _audit_pages(layout, page_size) if config.speculative_audit else 0
     num_pages = config.num_pages or _affordable_pages(
         config,
         page_bytes,
+        audit_pages,
         KVManager(2, page_size, layout.windows, max_chunk=longest_chunk),
         max_model_len,
     )
@@ -109,6 +118,7 @@ def engine_shape(
         max_model_len=max_model_len,
         buckets=buckets,
         limits=limits,
+        audit_pages=audit_pages,
     )
 
 
@@ -135,14 +145,24 @@ def _pages_per_row(layout: KVLayout, num_pages: int, page_size: int, max_model_l
     return -(-longest // page_size)
 
 
+def _audit_pages(layout: KVLayout, page_size: int) -> int:
+    """In each table group those that a burst writes which begins anywhere in a page."""
+    return layout.num_tables * ((page_size + MAX_BURST - 2) // page_size + 1)
+
+
 def _affordable_pages(
-    config: EngineConfig, page_bytes: int, manager: KVManager, max_model_len: int
+    config: EngineConfig,
+    page_bytes: int,
+    audit_pages: int,
+    manager: KVManager,
+    max_model_len: int,
 ) -> int:
-    """What kv_memory buys, page 0 included, or fewer if fewer serve as well: enough for all rows
-    to be full, and with the prefix cache for the KV of some more requests that have ended."""
+    """What kv_memory buys beside audit_pages, page 0 included, or fewer if fewer serve as well:
+    enough for all rows to be full, and with the prefix cache for the KV of some more requests that
+    have ended."""
     kv_memory = DEFAULT_KV_MEMORY if config.kv_memory is None else config.kv_memory
     affordable = kv_memory // page_bytes
-    fewest = manager.pages_needed(1) + 1
+    fewest = manager.pages_needed(1) + 1 + audit_pages
     if affordable < fewest:
         raise InvalidRequestError(
             f"kv_memory is {kv_memory} bytes and a page of {manager.page_size} tokens takes "
@@ -150,4 +170,4 @@ def _affordable_pages(
             "kv_memory",
         )
     requests = config.max_batch_rows * (1 + _ENDED_PER_ROW * config.prefix_cache)
-    return min(affordable, requests * manager.pages_needed(max_model_len) + 1)
+    return min(affordable - audit_pages, requests * manager.pages_needed(max_model_len) + 1)

@@ -12,6 +12,7 @@ import numpy as np
 from jaxserve.core.buckets import Bucket, widest
 from jaxserve.core.step_batch import StepOutput
 from jaxserve.engine.batch_builder import InDraw
+from jaxserve.engine.draft_audit import DraftAuditor
 from jaxserve.engine.plan import Drafts, Plan
 from jaxserve.engine.proposers.acceptance import judge
 from jaxserve.engine.proposers.base import Proposer
@@ -34,12 +35,14 @@ class Speculator:
         num_drafts: int,
         *,
         drafts_are_free: bool = True,
+        auditor: DraftAuditor | None = None,
     ) -> None:
         """num_drafts: the most that a request may have in a step. drafts_are_free: proposing takes
-        no time that counts."""
+        no time that counts. auditor: None: nothing is audited."""
         self._drafts_are_free = drafts_are_free
         self.stats = SpeculationStats()  # since the start
         self._told = self.stats.copy()
+        self._auditor = auditor
         self._proposer = proposer
         self._control = control
         self._num_drafts = num_drafts
@@ -89,6 +92,16 @@ class Speculator:
         return self._control.limits(
             requests, [min(self._most(request), most) for request in requests]
         )
+
+    def audit(
+        self, plan: Plan, output: StepOutput, rows: Mapping[str, InDraw], buckets: Iterable[Bucket]
+    ) -> None:
+        """Perhaps check a step that has run and is not committed, while nothing is in flight: see
+        DraftAuditor. Raises whatever XLA does."""
+        if self._auditor is not None and plan.width > 1:
+            audited, wrong = self._auditor.audit(plan, output, rows, buckets)
+            self.stats.num_audited += audited
+            self.stats.num_audit_mismatches += wrong
 
     def observe(
         self,
@@ -158,11 +171,14 @@ class Speculator:
 
 
 def make_speculator(
-    config: SpeculativeConfig | None, buckets: Sequence[Bucket], device_proposer: Proposer | None
+    config: SpeculativeConfig | None,
+    buckets: Sequence[Bucket],
+    device_proposer: Proposer | None,
+    auditor: DraftAuditor | None = None,
 ) -> Speculator | None:
     """What a configuration asks for, over an engine's shapes; None: no speculation.
 
-    device_proposer: one that runs on the device, if the method needs it.
+    device_proposer: one that runs on the device, if the method needs it. auditor: as of Speculator.
     Raises InvalidRequestError for a method that needs what this engine does not have.
     """
     if config is None:
@@ -182,4 +198,6 @@ def make_speculator(
         disable_by_batch_size=config.disable_by_batch_size,
     )
     free = device_proposer is None
-    return Speculator(proposer, control, config.num_speculative_tokens, drafts_are_free=free)
+    return Speculator(
+        proposer, control, config.num_speculative_tokens, drafts_are_free=free, auditor=auditor
+    )

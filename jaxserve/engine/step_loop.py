@@ -243,13 +243,16 @@ class StepLoop:
         try:
             output = step.handle.result()
             scores = step.handle.prompt_logprobs()
+            now = time.monotonic()
+            if self._speculator is not None:
+                self._speculator.audit(step.plan, output, step.rows, self._buckets)
         except Exception as error:  # whatever XLA raises
             self.recover(step.plan, error)
             return False
-        now = time.monotonic()
+        ended = time.monotonic()  # of an audit, which counts as no step
         seconds = now - max(step.dispatched, self._last_result)
         since_last = now - (self._last_result if step.follows else step.dispatched)
-        timings.on_result(now - waiting, seconds)
+        timings.on_result(ended - waiting, seconds)
         if scores is None and step.plan.width == 1:  # others take longer than their shape tells
             self._scheduler.step_times.observe(
                 len(step.plan.decode),
@@ -257,9 +260,9 @@ class StepLoop:
                 seconds / step.plan.steps,
                 step.plan.num_prefill_pairs,
             )
-        self._last_result = now
+        self._last_result = ended
         if self._in_flight is None:
-            self._idle_since = now
+            self._idle_since = ended
         self._failures = 0
         timings.on_commit(self._commit(step, output, scores))
         if self._speculator is not None and not step.plan.prefill:

@@ -97,6 +97,12 @@ class ServerMetrics:
         self.decode_rows = self._counter(
             "spec_decode_num_rows", "Decode rows run; emitted tokens per row is what a step yields."
         )
+        self.audited = self._counter(
+            "spec_decode_audited_tokens", "Tokens of steps with drafts that were decoded again."
+        )
+        self.mismatches = self._counter(
+            "spec_decode_audit_mismatches", "Audited tokens that plain decoding draws otherwise."
+        )
         self._accepted_at = Counter(
             _PREFIX + "spec_decode_num_accepted_tokens_per_pos",
             "Drafts that held, by their place.",
@@ -167,6 +173,8 @@ class ServerMetrics:
             (self.accepted, news.num_accepted),
             (self.emitted, news.num_emitted),
             (self.decode_rows, news.num_rows),
+            (self.audited, news.num_audited),
+            (self.mismatches, news.num_audit_mismatches),
         ):
             if amount:
                 counter.inc(amount)

@@ -10,7 +10,8 @@ class SpeculationStats:
     num_drafts: rows of steps that had drafts. num_drafted, num_accepted: tokens.
     num_accepted_per_position[j]: how often draft j was accepted (its predecessors were too).
     num_emitted: tokens that rows of decode steps yielded, with drafts or without; num_rows: those
-    rows. Their ratio is the tokens per step of a stream.
+    rows. Their ratio is the tokens per step of a stream. num_audited: tokens of steps with drafts
+    that plain decoding drew again (draft_audit.py); num_audit_mismatches: how often another one.
     """
 
     num_drafts: int = 0
@@ -19,6 +20,8 @@ class SpeculationStats:
     num_emitted: int = 0
     num_rows: int = 0
     num_accepted_per_position: list[int] = field(default_factory=list)
+    num_audited: int = 0
+    num_audit_mismatches: int = 0
 
     def record(self, num_drafted: int, num_accepted: int) -> None:
         """Note what a row of a decode step yielded: the accepted drafts and one token more."""
@@ -54,4 +57,6 @@ class SpeculationStats:
             self.num_emitted - before.num_emitted,
             self.num_rows - before.num_rows,
             [now - then for now, then in zip(self.num_accepted_per_position, earlier, strict=True)],
+            self.num_audited - before.num_audited,
+            self.num_audit_mismatches - before.num_audit_mismatches,
         )
