@@ -117,7 +117,7 @@ class Scheduler:
         """Queue a new request.
 
         Raises InvalidRequestError if it can never fit or its id is in use, QueueFullError if
-        max_queue requests wait already. Nothing has changed then.
+        max_queue requests wait already beside those that fill the rows. Nothing has changed then.
         """
         self._add(request, request.leader_id or request.request_id)
 
@@ -142,10 +142,11 @@ class Scheduler:
             raise InvalidRequestError(
                 f"request id {request.request_id[:80]!r} is in use; choose another", "request_id"
             )
-        if len(self._waiting) >= self.limits.max_queue:
+        limits = self.limits
+        if len(self._queues) >= limits.max_batch_rows + limits.max_queue:  # free rows take some
             raise QueueFullError(
-                f"{len(self._waiting)} requests are waiting, as many as max_queue allows; "
-                "retry later"
+                f"{len(self._running)} requests are running and {len(self._waiting)} are waiting, "
+                f"as many as max_queue ({limits.max_queue}) allows; retry later"
             )
         longest = longest_allowed(request, self._max_tokens)
         self._queues.add(request, family, longest)

@@ -263,12 +263,13 @@ def test_b01_a_pool_smaller_than_the_context_is_the_limit_not_a_silent_cut() -> 
 
 
 def test_a_full_queue_and_a_used_id_are_refused(engine: Engine) -> None:
-    small = Engine(tiny_model(), EngineConfig(max_queue=1, num_pages=AMPLE))
+    small = Engine(tiny_model(), EngineConfig(max_queue=1, max_batch_rows=1, num_pages=AMPLE))
     small.add(request("a", [1], GREEDY))
     with pytest.raises(InvalidRequestError, match="in use"):
         small.add(request("a", [1], GREEDY))
+    small.add(request("b", [1], GREEDY))
     with pytest.raises(QueueFullError, match="max_queue"):
-        small.add(request("b", [1], GREEDY))
+        small.add(request("c", [1], GREEDY))
 
 
 def test_kv_memory_too_small_for_a_page_says_how_much_is_needed() -> None:

@@ -75,13 +75,18 @@ def test_prompt_that_fills_the_context_is_refused():
 
 
 def test_full_queue_and_repeated_id_change_nothing():
-    harness = Harness(replace(LIMITS, max_queue=2))
+    harness = Harness(replace(LIMITS, max_queue=1, max_batch_rows=1))
     harness.add(make_request("a", 3), make_request("b", 3))
-    with pytest.raises(QueueFullError, match="2 requests are waiting"):
+    with pytest.raises(QueueFullError, match="0 requests are running and 2 are waiting"):
         harness.add(make_request("c", 3))
     harness.step()
     with pytest.raises(InvalidRequestError, match="'a' is in use"):
         harness.add(make_request("a", 3))
+    with pytest.raises(QueueFullError, match="1 requests are running and 1 are waiting"):
+        harness.add(make_request("c", 3))
+    harness.scheduler.abort("b")
+    harness.add(make_request("b", 3))
+    harness.drain()
     harness.add(make_request("c", 3))
     harness.drain()
     assert set(harness.finished) == {"a", "b", "c"}

@@ -128,11 +128,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             leader = request.request_id
             self.add(copy_of(request, f"{leader}-{i}", leader_id=leader, output_token_ids=[]))
 
+    @property
+    def is_full(self) -> bool:
+        """Whether nobody more is taken in: those who wait beside as many as the rows can take."""
+        num_open = self.scheduler.num_waiting + self.scheduler.num_running
+        return num_open >= MAX_QUEUE + self.scheduler.limits.max_batch_rows
+
     def add(self, request: Request) -> None:
         self.done["submit"] += 1
         num_prompt = len(request.prompt_token_ids)
         never = num_prompt == 0 or num_prompt > self.harness.max_total - 1
-        if never or self.scheduler.num_waiting >= MAX_QUEUE:
+        if never or self.is_full:
             with pytest.raises(InvalidRequestError if never else QueueFullError):
                 self.scheduler.add(request)
             return
@@ -149,7 +155,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             parent, f"f{len(self.accepted)}", output_token_ids=list(parent.output_token_ids),
             max_tokens=parent.max_tokens + more,
         )  # fmt: skip
-        if ended or self.scheduler.num_waiting >= MAX_QUEUE:
+        if ended or self.is_full:
             with pytest.raises(InvalidRequestError if ended else QueueFullError):
                 self.scheduler.fork(parent.request_id, child)
         else:

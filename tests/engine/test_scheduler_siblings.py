@@ -174,7 +174,7 @@ def test_a_fork_of_a_preempted_request_waits_its_turn():
 
 
 def test_forks_that_cannot_be_are_refused_and_change_nothing():
-    harness = Harness(replace(LIMITS, max_queue=1))
+    harness = Harness(replace(LIMITS, max_queue=1, max_batch_rows=1))
     parent = make_request("parent", 10, 3)
     harness.add(parent)
     harness.step()
