@@ -95,6 +95,7 @@ class LLM:
         name = model if isinstance(model, str) else model.name
         loader = ProgramLoader(program_store(), start=(name, quantization, config))
         loader.prefetch()
+        path = model if isinstance(model, str) else None
         if isinstance(model, str):
             model = load_model(
                 model,
@@ -107,7 +108,7 @@ class LLM:
             raise TypeError("quantization packs a checkpoint while loading; give a name or path")
         self.model = model
         layout = kept_layout(config.attention_backend, quantization)
-        draft = load_draft(config, layout, logger.info)
+        draft = load_draft(config, model, path, layout, logger.info)
         self._client: EngineClient | None = EngineClient(
             Engine(self.model, config, loader=loader, draft=draft),
             self.model.tokenizer,

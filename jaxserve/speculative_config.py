@@ -27,6 +27,7 @@ _DEFAULT_DRAFTS = {
 }
 METHODS = tuple(_DEFAULT_DRAFTS)
 WITH_MODEL = ("draft-model", "medusa", "eagle", "eagle3")  # another checkpoint beside the target's
+_MAY_HAVE_MODEL = (*WITH_MODEL, "mtp")  # whose checkpoint is mostly the target's own
 
 # Keys of vLLM that say how its own machinery runs: taken where they ask for what is done here.
 _ONLY = {
@@ -48,7 +49,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int = (
         0  # drafts of a request in a step at most; 0: the method's default
     )
-    model: str | None = None  # the draft model's or the heads' checkpoint, named as `--model` is
+    model: str | None = None  # the draft model's or the heads' checkpoint, named as the target is
     quantization: str | None = None  # what to load the draft model as
     draft_sample_method: str = (
         "greedy"  # probabilistic: drafts are drawn, and judged by min(1, q/p)
@@ -113,6 +114,15 @@ class SpeculativeConfig:
             chosen["method"] = "draft-model"
         return cls(**chosen)
 
+    @property
+    def checkpoint(self) -> str | None:
+        """What `model` names; None: nothing, or the served checkpoint."""
+        return None if self.model in self._own_names else self.model
+
+    @property
+    def _own_names(self) -> tuple[str | None, ...]:
+        return None, self.method, f"[{self.method}]"  # vLLM took the method's name
+
     def _check_draft_sample_method(self) -> None:
         method = self.draft_sample_method
         if method not in ("greedy", "probabilistic"):
@@ -126,13 +136,16 @@ class SpeculativeConfig:
             if not isinstance(model, str) or not model:
                 what = "draft model" if self.method == "draft-model" else "heads"
                 _refuse("model", model, f"{self.method} needs the checkpoint of the {what}")
-        elif model not in (None, self.method, f"[{self.method}]"):  # vLLM took the method's name
+        elif self.method in _MAY_HAVE_MODEL:
+            if model is not None and (not isinstance(model, str) or not model):
+                _refuse("model", model, "name a checkpoint, or leave it out for the served one")
+        elif model not in self._own_names:
             _refuse("model", model, f"{self.method} uses no other checkpoint: leave it out")
         quantization = self.quantization
         if quantization is not None and (
-            not isinstance(quantization, str) or self.method not in WITH_MODEL
+            not isinstance(quantization, str) or self.method not in _MAY_HAVE_MODEL
         ):
-            want = f"it names what the checkpoint of {', '.join(WITH_MODEL)} is loaded as"
+            want = f"it names what the checkpoint of {', '.join(_MAY_HAVE_MODEL)} is loaded as"
             _refuse("quantization", quantization, want)
 
 

@@ -71,7 +71,7 @@ def start_engine(
             template = read_template(options.chat_template, model.tokenizer)
             model = dataclasses.replace(model, chat_template=template)
         layout = kept_layout(config.attention_backend, options.quantization)
-        draft = load_draft(config, layout, say)
+        draft = load_draft(config, model, options.model, layout, say)
     with _timed(phases, "plan"):
         engine = Engine(model, config, on_step=on_step, loader=loader, draft=draft)
     model = dataclasses.replace(model, max_model_len=engine.max_model_len)

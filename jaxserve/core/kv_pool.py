@@ -6,16 +6,19 @@ Opaque to models: they hand the pool to `ops.attend` and take it back.
 Separate: a pair of arrays for each place in a table group; what the reference and the native CPU
 kernels read. Stacked: all of them in one array, and a layer is an index into it, so that all layers
 of a step share one GPU kernel, and pages lie as the Hopper kernels load them.
+
+Where a draft reads features of the target (features.py), they are one more array of the pool.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxserve.core.features import FeatureForm
 from jaxserve.core.kv_layout import KVLayout
 from pallas_kernels.zeros import zeros
 
@@ -34,7 +37,7 @@ class LayerKV(NamedTuple):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["keys", "values", "key_scales", "value_scales"],
+    data_fields=["keys", "values", "key_scales", "value_scales", "features"],
     meta_fields=["array_of_layer"],
 )
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class SeparatePool:
 
     Kept in 8 bits, a number stands for itself times the scale of its token and head: key_scales and
     value_scales hold float32 [num_pages, page_size, num_kv_heads] for each array, else nothing.
+    features: [num_pages, page_size, size] for who reads them, else None.
     """
 
     page_axis: ClassVar[int] = 0  # of every array
@@ -53,6 +57,7 @@ class SeparatePool:
     values: tuple[jax.Array, ...]
     key_scales: tuple[jax.Array, ...] = ()
     value_scales: tuple[jax.Array, ...] = ()
+    features: jax.Array | None = None
 
     def layer(self, layer: int) -> LayerKV:
         """The arrays a layer uses; its pages are those its own table names."""
@@ -66,19 +71,19 @@ class SeparatePool:
         at = self.array_of_layer[layer]
         keys, values = _replace(self.keys, at, kv.keys), _replace(self.values, at, kv.values)
         if kv.key_scales is None or kv.value_scales is None:
-            return SeparatePool(self.array_of_layer, keys, values)
-        return SeparatePool(
-            self.array_of_layer,
-            keys,
-            values,
-            _replace(self.key_scales, at, kv.key_scales),
-            _replace(self.value_scales, at, kv.value_scales),
+            return replace(self, keys=keys, values=values)
+        return replace(
+            self,
+            keys=keys,
+            values=values,
+            key_scales=_replace(self.key_scales, at, kv.key_scales),
+            value_scales=_replace(self.value_scales, at, kv.value_scales),
         )
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["keys", "values", "key_scales", "value_scales"],
+    data_fields=["keys", "values", "key_scales", "value_scales", "features"],
     meta_fields=["place_of_layer"],
 )
 @dataclass(frozen=True)
@@ -88,7 +93,8 @@ class StackedPool:
     keys [arrays, num_pages, num_kv_heads, page_size, head_dim]; values the same, but of 8 bits
     [arrays, num_pages, num_kv_heads, head_dim, page_size], as tensor cores want them; then
     key_scales and value_scales float32 [arrays, num_pages, num_kv_heads, page_size], else nothing.
-    place_of_layer: (which stack, which of its arrays).
+    place_of_layer: (which stack, which of its arrays). features: [1, num_pages, page_size, size]
+    for who reads them, else None.
     """
 
     page_axis: ClassVar[int] = 1
@@ -98,6 +104,7 @@ class StackedPool:
     values: tuple[jax.Array, ...]
     key_scales: tuple[jax.Array, ...] = ()
     value_scales: tuple[jax.Array, ...] = ()
+    features: jax.Array | None = None
 
     def stack(self, index: int) -> LayerKV:
         """The stacked arrays, of all layers that use them."""
@@ -110,13 +117,13 @@ class StackedPool:
         """The pool with one stack replaced."""
         keys, values = _replace(self.keys, index, kv.keys), _replace(self.values, index, kv.values)
         if kv.key_scales is None or kv.value_scales is None:
-            return StackedPool(self.place_of_layer, keys, values)
-        return StackedPool(
-            self.place_of_layer,
-            keys,
-            values,
-            _replace(self.key_scales, index, kv.key_scales),
-            _replace(self.value_scales, index, kv.value_scales),
+            return replace(self, keys=keys, values=values)
+        return replace(
+            self,
+            keys=keys,
+            values=values,
+            key_scales=_replace(self.key_scales, index, kv.key_scales),
+            value_scales=_replace(self.value_scales, index, kv.value_scales),
         )
 
 
@@ -128,14 +135,30 @@ def _replace(items: tuple[jax.Array, ...], index: int, item: jax.Array) -> tuple
 
 
 def pool_shapes(
-    layout: KVLayout, num_pages: int, page_size: int, dtype: np.dtype, backend: str = "reference"
+    layout: KVLayout,
+    num_pages: int,
+    page_size: int,
+    dtype: np.dtype,
+    backend: str = "reference",
+    features: FeatureForm | None = None,
 ) -> KVPool:
     """The pool as ShapeDtypeStructs: for planning and ahead-of-time compilation.
 
     dtype: of keys and values; one of 8 bits brings scales. backend: in the form that it reads.
+    features: of the target that are kept too.
     """
-    if backend in STACKED:
-        return _stacked_shapes(layout, num_pages, page_size, dtype)
+    is_stacked = backend in STACKED
+    make = _stacked_shapes if is_stacked else _separate_shapes
+    pool: KVPool = make(layout, num_pages, page_size, dtype)
+    if features is None:
+        return pool
+    shape = (*([1] * is_stacked), num_pages, page_size, features.size)
+    return replace(pool, features=jax.ShapeDtypeStruct(shape, features.dtype))
+
+
+def _separate_shapes(
+    layout: KVLayout, num_pages: int, page_size: int, dtype: np.dtype
+) -> SeparatePool:
     pages, scales = [], []
     for array in layout.arrays:
         shape = (num_pages, page_size, array.num_kv_heads)
@@ -185,13 +208,15 @@ def make_pool(
     dtype: np.dtype,
     place: Callable[[KVPool], KVPool] | None = None,
     backend: str = "reference",
+    features: FeatureForm | None = None,
 ) -> KVPool:
     """Allocate a zeroed pool. Page 0 exists but is never handed out: padding points at it.
 
     place: gives the sharding of each array, for a pool of shapes; None: the default device.
     backend: in the form that it reads, with zeros of its own (see `pallas_kernels.zeros`).
+    features: as in `pool_shapes`.
     """
-    shapes = pool_shapes(layout, num_pages, page_size, dtype, backend)
+    shapes = pool_shapes(layout, num_pages, page_size, dtype, backend, features)
     zeros_of = "cpu" if backend == "cpu" else "reference"
     places = None if place is None else place(shapes)
     make = jax.jit(partial(_zeros, shapes, zeros_of), out_shardings=places)

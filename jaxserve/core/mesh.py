@@ -5,6 +5,7 @@ change no other code: XLA inserts the communication (GSPMD, arXiv:2105.04663).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -60,11 +61,12 @@ def _leaf_sharding(mesh: Mesh, leaf: Any, axes: tuple[str | None, ...]) -> Named
 
 def pool_shardings(mesh: Mesh, pool: KVPool) -> KVPool:
     """Of each array, and of pages taken out of them: split by KV head, which is axis 2 of all of
-    them, whatever the pool's form."""
+    them, whatever the pool's form. Features have no heads and are copied to each device."""
 
     def sharding(pages: Any) -> NamedSharding:
         if pages.shape[2] % mesh.size:
             return replicated(mesh)
         return NamedSharding(mesh, PartitionSpec(None, None, MODEL_AXIS))
 
-    return jax.tree.map(sharding, pool)
+    places: KVPool = jax.tree.map(sharding, pool)
+    return places if pool.features is None else replace(places, features=replicated(mesh))

@@ -25,10 +25,11 @@ _ROOT = Path(__file__).resolve().parents[1]
 _TRACED_SOURCE = (
     "core/*.py",
     "layers/*.py",
-    "models/*.py",
+    "models/**/*.py",
     "sampling/*.py",
     "engine/page_programs.py",
     "engine/programs.py",
+    "engine/proposers/*_programs.py",
     "sampling_params.py",
 )
 _OWN_PACKAGES = ("jaxserve", "pallas_kernels")

@@ -21,15 +21,22 @@ from jaxserve.core.step_batch import SamplingBatch, StepBatch
 from jaxserve.engine.backend_settings import settle_backend
 from jaxserve.engine.bursts import MAX_BURST
 from jaxserve.engine.draft_audit import DraftAuditor
-from jaxserve.engine.engine_shape import EngineShape, engine_shape
+from jaxserve.engine.engine_shape import EngineShape, engine_shape, resolve_kv_dtype
 from jaxserve.engine.fit_memory import fit_to_device
 from jaxserve.engine.host_pages import HostPages, slots_in
 from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.outputs import StepStats
 from jaxserve.engine.plan import Plan
 from jaxserve.engine.programs import Programs
-from jaxserve.engine.proposers.draft_checks import check_draft
-from jaxserve.engine.proposers.draft_model import DraftModelProposer
+from jaxserve.engine.proposers.device_proposer import DeviceProposer, Drafter
+from jaxserve.engine.proposers.draft_checks import (
+    Draft,
+    check_draft_model,
+    draft_kv_spec,
+    whole_table,
+)
+from jaxserve.engine.proposers.draft_model import DraftModel
+from jaxserve.engine.proposers.make_heads import make_heads
 from jaxserve.engine.proposers.stats import SpeculationStats
 from jaxserve.engine.request import Request, TokenEvent
 from jaxserve.engine.request_states import RequestStates
@@ -38,6 +45,7 @@ from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.speculator import make_speculator
 from jaxserve.engine.step_loop import StepLoop
 from jaxserve.engine.step_times import StepTimes
+from jaxserve.engine.target_features import target_features
 from jaxserve.engine.warm_up import WarmUp
 from jaxserve.errors import InvalidRequestError
 from jaxserve.loading.loaded_model import LoadedModel
@@ -60,10 +68,10 @@ class Engine:
         devices: Sequence[jax.Device] | None = None,
         loader: ProgramLoader | None = None,
         asynchronous: bool = True,
-        draft: LoadedModel | None = None,
+        draft: Draft | None = None,
     ) -> None:
-        """draft: the model that speculation with a draft model needs (`load_draft`). max_chunk
-        forces short prefill chunks, in tests: no output depends on it.
+        """draft: the model or the heads that the method of speculation needs (`load_draft`).
+        max_chunk forces short prefill chunks, in tests: no output depends on it.
 
         devices: split the model over these; None: the first device alone. loader: where programs
         come from; None: they are traced, and compiled or taken from JAX's cache. asynchronous: how
@@ -75,8 +83,10 @@ class Engine:
         config = settle_backend(config, kv_spec, mesh.devices.flat[0])
         ops = make_ops(config.attention_backend, kv_spec, mesh.size)
         self._loader = loader or ProgramLoader()
-        config = fit_to_device(model, config, kv_spec, ops, mesh, self._loader)
-        shape = engine_shape(model, config, kv_spec, max_chunk, draft)
+        features = target_features(draft, model, ops, resolve_kv_dtype(config))
+        config = fit_to_device(model, config, kv_spec, ops, mesh, self._loader, draft, features)
+        draft_spec = None if draft is None else draft_kv_spec(draft)
+        shape = engine_shape(model, config, kv_spec, max_chunk, draft_spec, features)
         if not is_built_in(model.model):  # those are checked by our tests
             check_contract(model.model, model.config, ops, shape.dtype.name)
         slots, audit_slots = config.max_batch_rows + 1, int(config.speculative_audit > 0)
@@ -87,11 +97,10 @@ class Engine:
         self.runner = _make_runner(model, ops, kv_spec, shape, mesh, self._loader, all_slots)
         self.shape, self.page_size = shape, shape.page_size
         self.capacity_tokens = self.kv_manager.capacity_tokens
-        self.max_model_len = min(
-            shape.max_model_len, self.capacity_tokens + 1
-        )  # the last needs none
+        # A request's last token needs no page.
+        self.max_model_len = min(shape.max_model_len, self.capacity_tokens + 1)
         self.bucket_table, self._warm_up = shape.buckets, None
-        self._draft = self._make_draft(draft, model, kv_spec, config, mesh)
+        self._draft = self._make_draft(draft, model, ops, config, mesh)
         self._loop = StepLoop(
             self.scheduler,
             self.runner,
@@ -111,20 +120,24 @@ class Engine:
         self.states = RequestStates(model, self.scheduler, self._loop, self.runner, ops.name)
 
     def _make_draft(
-        self,
-        draft: LoadedModel | None,
-        model: LoadedModel,
-        kv_spec: KVSpec,
-        config: EngineConfig,
-        mesh: Mesh,
-    ) -> DraftModelProposer | None:
-        if draft is None:
+        self, draft: Draft | None, model: LoadedModel, ops: Ops, config: EngineConfig, mesh: Mesh
+    ) -> DeviceProposer | None:
+        if draft is None or config.speculative is None:
             return None
-        group = check_draft(draft, model, kv_spec, self.max_model_len)
-        spec = draft.model.kv_spec(draft.config)
-        ops = make_ops(config.attention_backend, spec, mesh.size)
-        runner = _make_runner(draft, ops, spec, self.shape, mesh, self._loader, 1)
-        return DraftModelProposer(runner, self.shape, group, self.scheduler.reserve)
+        shape, spec = self.shape, draft_kv_spec(draft)
+        table = whole_table(model, model.model.kv_spec(model.config))
+        own_ops = ops if spec is None else make_ops(config.attention_backend, spec, mesh.size)
+        drafter: Drafter
+        if isinstance(draft, LoadedModel):
+            assert spec is not None, "a model without keys and values"
+            check_draft_model(draft, model, self.max_model_len)
+            runner = _make_runner(draft, own_ops, spec, shape, mesh, self._loader, 1)
+            drafter = DraftModel(runner, shape)
+        else:
+            most = config.speculative.num_speculative_tokens
+            both = (ops, own_ops)
+            drafter = make_heads(draft, model, self.runner, both, shape, mesh, self._loader, most)
+        return DeviceProposer(drafter, table, self.scheduler.reserve)
 
     def _make_auditor(
         self, config: EngineConfig, slot: int, vocab_size: int
@@ -238,7 +251,7 @@ class Engine:
 
 def _host_tier(config: EngineConfig, kv_spec: KVSpec, shape: EngineShape) -> tuple[int, int]:
     """Pages that kv_host_memory has room for, and their bytes."""
-    page_bytes = kv_layout(kv_spec).page_bytes(shape.page_size, shape.kv_dtype.itemsize)
+    page_bytes = shape.page_bytes(kv_layout(kv_spec))
     slots = slots_in(config.kv_host_memory, page_bytes)
     return slots, slots * page_bytes
 
@@ -263,6 +276,7 @@ def _make_runner(
         max_steps=MAX_BURST,
         max_draws=shape.max_draws,
         mesh=mesh,
+        features=shape.features,
     )
     return Runner(
         programs,

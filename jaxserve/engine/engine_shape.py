@@ -10,13 +10,13 @@ import numpy as np
 from jaxserve.config import DEFAULT_KV_MEMORY, EngineConfig
 from jaxserve.core.backends import default_page_size
 from jaxserve.core.buckets import Bucket, bucket_table, prefill_sizes
+from jaxserve.core.features import FeatureForm
 from jaxserve.core.kv_layout import KVLayout, kv_layout
 from jaxserve.core.kv_spec import KVSpec
 from jaxserve.engine.bursts import MAX_BURST
 from jaxserve.engine.kv_manager import KVManager
 from jaxserve.engine.plan import Limits
 from jaxserve.errors import InvalidRequestError
-from jaxserve.loading.loaded_model import LoadedModel
 
 
 class WithContext(Protocol):
@@ -36,7 +36,8 @@ _KV_DTYPES = {"bf16": jnp.bfloat16, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn}
 class EngineShape:
     """kv_dtype: of the pool. num_pages counts page 0, which is never handed out; num_groups are
     table groups (kv_layout.py); pages_per_row is a row's longest. audit_pages: more pages of the
-    pool, behind the others, that only an audit of speculation writes (draft_audit.py)."""
+    pool, behind the others, that only an audit of speculation writes (draft_audit.py). features:
+    what the pool keeps beside keys and values."""
 
     dtype: np.dtype
     kv_dtype: np.dtype
@@ -48,6 +49,11 @@ class EngineShape:
     buckets: tuple[Bucket, ...]
     limits: Limits
     audit_pages: int = 0
+    features: FeatureForm | None = None
+
+    def page_bytes(self, layout: KVLayout) -> int:
+        """Bytes of a page in all arrays of the model's pool."""
+        return _pool_page_bytes(layout, self.page_size, self.kv_dtype, self.features)
 
     @property
     def pool_pages(self) -> int:
@@ -70,9 +76,11 @@ def engine_shape(
     config: EngineConfig,
     kv_spec: KVSpec,
     max_chunk: int | None,
-    draft: LoadedModel | None = None,
+    draft_spec: KVSpec | None = None,
+    features: FeatureForm | None = None,
 ) -> EngineShape:
-    """draft: the draft model, whose pages lie beside the model's.
+    """draft_spec: of a draft whose pages lie beside the model's. features: what the model's steps
+    keep for a draft.
 
     Raises InvalidRequestError if kv_memory does not buy a single usable page.
     """
@@ -82,10 +90,9 @@ def engine_shape(
     layout = kv_layout(kv_spec)
     page_size = config.page_size or default_page_size(config.attention_backend)
     longest_chunk = min(max_chunk or config.max_batch_tokens, config.max_batch_tokens)
-    page_bytes = layout.page_bytes(page_size, kv_dtype.itemsize)
-    if draft is not None:
-        draft_layout = kv_layout(draft.model.kv_spec(draft.config))
-        page_bytes += draft_layout.page_bytes(page_size, kv_dtype.itemsize)
+    page_bytes = _pool_page_bytes(layout, page_size, kv_dtype, features)
+    if draft_spec is not None:
+        page_bytes += kv_layout(draft_spec).page_bytes(page_size, kv_dtype.itemsize)
     audit_pages = _audit_pages(layout, page_size) if config.speculative_audit else 0
     num_pages = config.num_pages or _affordable_pages(
         config,
@@ -119,7 +126,15 @@ def engine_shape(
         buckets=buckets,
         limits=limits,
         audit_pages=audit_pages,
+        features=features,
     )
+
+
+def _pool_page_bytes(
+    layout: KVLayout, page_size: int, kv_dtype: np.dtype, features: FeatureForm | None
+) -> int:
+    kept = 0 if features is None else features.page_bytes(page_size)
+    return layout.page_bytes(page_size, kv_dtype.itemsize) + kept
 
 
 def resolve_dtype(dtype: str) -> np.dtype:

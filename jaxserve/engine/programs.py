@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxserve.core.features import FeatureForm, captured, write_features
 from jaxserve.core.kv_pool import KVPool, shapes_of_pages
 from jaxserve.core.mesh import pool_shardings, replicated
 from jaxserve.core.ops import Ops
@@ -69,6 +70,7 @@ class Programs:
     """The step functions before compilation. All fields are static: equal programs share traces.
 
     max_steps: decode steps that one call may run. max_draws: tokens that a row may draw in a call.
+    features: what every step keeps of its tokens in the pool, for a draft.
     """
 
     model: ModelDef
@@ -80,6 +82,7 @@ class Programs:
     max_steps: int
     max_draws: int
     mesh: Mesh
+    features: FeatureForm | None = None
 
     def forward(
         self, params: Params, pool: KVPool, batch: StepBatch, last: LastOutput
@@ -87,9 +90,19 @@ class Programs:
         """hidden [R, W, E] at batch.sample_at, hidden [prefill tokens, E] (None in a decode step),
         and the pool with this step's keys and values."""
         batch = resolve_previous(batch, last.tokens, last.num_accepted, self.page_size)
-        hidden, _taps, pool = self.model.forward(self.config, params, batch, pool, self.ops)
+        hidden, pool = self._run(params, batch, pool)
         count = batch.prefill_tokens
         return hidden[batch.sample_at], hidden[-count:] if count else None, pool
+
+    def _run(self, params: Params, batch: StepBatch, pool: KVPool) -> tuple[jax.Array, KVPool]:
+        """The model's hidden states [T, E]; their features go to the pool, where it keeps any."""
+        hidden, taps, pool = self.model.forward(self.config, params, batch, pool, self.ops)
+        form = self.features
+        if form is None or pool.features is None:
+            return hidden, pool
+        slots = jnp.asarray(batch.write_slot)[form.table]
+        values = captured(form.taps, hidden, taps)
+        return hidden, replace(pool, features=write_features(pool.features, slots, values))
 
     def sample(
         self, params: Params, hidden: jax.Array, sampling: SamplingBatch, state: SamplingState
@@ -138,7 +151,7 @@ class Programs:
             index: jax.Array, carry: tuple[KVPool, SamplingState, StepBatch, StepOutput]
         ) -> tuple[KVPool, SamplingState, StepBatch, StepOutput]:
             pool, state, batch, outputs = carry
-            hidden, _taps, pool = self.model.forward(self.config, params, batch, pool, self.ops)
+            hidden, pool = self._run(params, batch, pool)
             now = replace(sampling, positions=jnp.asarray(sampling.positions) + index)
             output, _, state = self.sample(params, hidden[batch.sample_at], now, state)
             batch = resolve_previous(
@@ -163,7 +176,7 @@ class Programs:
     ) -> tuple[StepOutput, LastOutput, KVPool, SamplingState]:
         """Run decode rows of a token and its drafts; their new tokens (see `sampling.verify`)."""
         R, W = batch.sample_at.shape
-        hidden, _taps, pool = self.model.forward(self.config, params, batch, pool, self.ops)
+        hidden, pool = self._run(params, batch, pool)
         hidden = hidden[jnp.asarray(batch.sample_at).reshape(R * W)]
         logits = self.model.unembed(self.config, params, hidden, self.ops)
         is_draft = jnp.arange(1, W) < jnp.asarray(batch.query_lens)[:, None]
@@ -314,7 +327,7 @@ class Programs:
             donated,
             result=places,
             shardings=places,
-            identity=(model, config, ops, sizes),
+            identity=(model, config, ops, sizes, self.features),
             keep=self.mesh.size == 1,
         )
 

@@ -140,6 +140,7 @@ class Runner:
             self._dtype,
             partial(pool_shardings, self._mesh),
             self._programs.ops.name,
+            self._programs.features,
         )
         state = make_state(self._state_slots, self._programs.vocab_size)
         self._state: SamplingState = jax.device_put(state, everywhere)

@@ -186,8 +186,8 @@ def make_speculator(
     proposer = device_proposer or make_host_proposer(config)
     if proposer is None:
         raise InvalidRequestError(
-            f"speculative_config: the method {config.method} cannot run in this version; choose "
-            "ngram, suffix, lookahead or draft-model",
+            f"speculative_config: the method {config.method} needs a draft and this engine was "
+            "given none; load it with load_draft, or choose ngram, suffix or lookahead",
             "speculative_config",
         )
     control = DraftControl(

@@ -48,8 +48,11 @@ class StepPrograms:
             max_steps=MAX_BURST,
             max_draws=shape.max_draws,
             mesh=mesh,
+            features=shape.features,
         )
-        pool = pool_shapes(layout, shape.num_pages, shape.page_size, shape.kv_dtype, ops.name)
+        pool = pool_shapes(
+            layout, shape.num_pages, shape.page_size, shape.kv_dtype, ops.name, shape.features
+        )
         self._params = self._everywhere(model.params)
         self._pool = self._everywhere(pool)
         slots, vocab = shape.limits.max_batch_rows + 1, model.vocab_size

@@ -49,6 +49,15 @@ class _Checkpoint:
     open_tensors: Callable[[], TensorSource]
 
 
+def param_dtype(dtype: str) -> str:
+    """The parameters' type that a user's dtype stands for. Raises ModelLoadError for others."""
+    if dtype not in DTYPES:
+        raise ModelLoadError(f"dtype is {dtype[:40]!r}; choose {', '.join(DTYPES)}")
+    if dtype == "auto":
+        return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return dtype
+
+
 def load_model(
     name_or_path: str,
     *,
@@ -71,10 +80,7 @@ def load_model(
     Raises ModelLoadError, which names file and tensor, and PullError for an unknown name.
     """
     tell = progress or _silent
-    if dtype not in DTYPES:
-        raise ModelLoadError(f"dtype is {dtype[:40]!r}; choose {', '.join(DTYPES)}")
-    if dtype == "auto":
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    dtype = param_dtype(dtype)
     if quantization is not None and weight_layout is None:
         raise ModelLoadError(f"quantization {quantization[:40]!r} needs weights that stay packed")
     path = resolve(name_or_path)

@@ -49,7 +49,7 @@ def check_contract(model: ModelDef, config: Config, ops: Ops, dtype: str = "floa
     result = _trace(
         f"{where}: forward",
         lambda params, batch, pool: model.forward(config, params, batch, pool, watched),
-        params, _batch_shapes(layout.num_tables), pool,
+        params, batch_shapes(layout.num_tables), pool,
     )  # fmt: skip
     hidden = _check_forward(result, pool, f"{where}: forward")
     unread = sorted(set(range(spec.num_layers)) - attended)
@@ -123,7 +123,9 @@ def _is_spec(node: Any) -> bool:
     return isinstance(node, ParamSpec)
 
 
-def _batch_shapes(num_tables: int) -> StepBatch:
+def batch_shapes(num_tables: int) -> StepBatch:
+    """A small step as ShapeDtypeStructs."""
+
     def ints(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, np.int32)
 

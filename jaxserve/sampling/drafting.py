@@ -1,4 +1,4 @@
-"""Draw drafts from a draft model's logits so that `verify` can judge them."""
+"""Draw drafts from a draft's logits so that `verify` can judge them."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxserve.core.step_batch import SamplingBatch
 from jaxserve.sampling import largest
 from jaxserve.sampling.draws import RowSum
-from jaxserve.sampling.positions import filters_of, is_drawn, per_position
+from jaxserve.sampling.positions import draw_tokens, filters_of, is_drawn, per_position
 from jaxserve.sampling.probabilities import probabilities
 from jaxserve.sampling.random import DRAFT, DRAW, draw_keys, gumbel
 from pallas_kernels.row_sum.reference import row_sum_reference
@@ -43,3 +43,25 @@ def draft(
     tokens = jnp.where(drawn, winner, best)
     certain = (ids == best[:, None]).astype(jnp.float32)
     return tokens, jnp.where(drawn[:, None], probs, certain)
+
+
+def draw_ahead(
+    logits: jax.Array,
+    sampling: SamplingBatch,
+    vocab_size: int,
+    row_sum: RowSum = row_sum_reference,
+) -> jax.Array:
+    """Drafts [R, W] int32 that are plain guesses: what the target would draw at positions [R, W]
+    if these were its logits [R, W, V] float32, with its settings and its noise.
+
+    But without penalties, which the rows must not have: nobody counts tokens for drafts. -inf is
+    never drawn. A position whose logits hold a NaN gets token 0.
+    """
+    rows, width, _ = logits.shape
+    raw = logits[:, :, :vocab_size].reshape(rows * width, vocab_size)
+
+    def none_counted() -> tuple[jax.Array, jax.Array]:
+        return jnp.zeros(raw.shape, bool), jnp.zeros(raw.shape, jnp.int32)
+
+    tokens, _ = draw_tokens(raw, per_position(sampling, width), none_counted, row_sum)
+    return tokens.reshape(rows, width)

@@ -97,10 +97,10 @@ def test_a_draft_model_that_fails_costs_drafts_and_nothing_else(
     def broken(*args: object) -> None:
         raise RuntimeError("device lost the step")
 
-    monkeypatch.setattr(draft, "_decode", broken)
+    monkeypatch.setattr(draft._drafter, "draft", broken)
     run = drive(engine, requests(GREEDY))
     assert run.tokens == drive(make(None), requests(GREEDY)).tokens
-    assert "the draft model failed (3 in a row)" in caplog.text
+    assert "draft-model failed (3 in a row)" in caplog.text
     assert engine.speculation is not None
     assert engine.speculation.num_drafts == 0
 
