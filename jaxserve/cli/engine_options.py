@@ -9,7 +9,7 @@ import typer
 
 from jaxserve.cli.byte_size import parse_byte_size, show_byte_size
 from jaxserve.config import DEFAULT_KV_MEMORY, MAX_THREADS, EngineConfig
-from jaxserve.speculative_config import SpeculativeConfig
+from jaxserve.speculative_config import METHODS, SpeculativeConfig
 
 _PANEL = "Engine"
 DEFAULT_BODY_SIZE = 16 << 20
@@ -177,7 +177,8 @@ Speculative = Annotated[
         parser=SpeculativeConfig.parse,
         metavar="JSON",
         help="Draft tokens and verify several at once; outputs stay the same. Such as "
-        '\'{"method": "ngram", "num_speculative_tokens": 8}\'.',
+        '\'{"method": "ngram", "num_speculative_tokens": 8}\', or '
+        '\'{"method": "eagle3", "model": "FOLDER"}\'. Methods: ' + ", ".join(METHODS) + ".",
         show_default="off",
         rich_help_panel=_PANEL,
     ),
