@@ -57,7 +57,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         page_size=st.integers(1, 5),
         windows=st.sampled_from([(None,), (None,), (7,), (3, None), (2, 9, None), (6, 6)]),
         prefix_cache=st.booleans(),
-        host_pages=st.sampled_from([0, 2, 12]),
+        host_pages=st.sampled_from([0, 2, 12, 12]),
         depth=st.integers(0, 1),
         batching=st.sampled_from(["continuous", "continuous", "static"]),
         policy=st.sampled_from(["fcfs", "priority", "prefix"]),
@@ -72,15 +72,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefill_sizes=st.sampled_from([(), (4, 8, 24)]),
             max_burst=st.sampled_from([1, 2, 8]),
         ),
+        measured=st.sampled_from([True, True, False]),
         drafts=st.booleans(),
     )
     def create(
         self, num_pages: int, page_size: int, windows: tuple[int | None, ...], prefix_cache: bool,
-        host_pages: int, depth: int, batching: str, policy: str, limits: Limits, drafts: bool,
+        host_pages: int, depth: int, batching: str, policy: str, limits: Limits,
+        measured: bool, drafts: bool,
     ) -> None:  # fmt: skip
         tokens = limits.max_batch_tokens
         sizes = tuple(sorted({min(size, tokens) for size in limits.prefill_sizes}))
         self.times = StepTimes()
+        if measured:  # else there are bursts only after steps that `observe` makes up
+            self.times.observe(1, 0, 0.001)
         self.harness = Harness(
             replace(limits, prefill_sizes=sizes, policy=policy, batching=batching,
                     max_burst=min(limits.max_burst, limits.max_chunk or tokens)),
@@ -210,7 +214,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     # ------------------------------------------------------------------ steps
 
     @precondition(lambda self: self.scheduler.has_work)
-    @rule(count=st.integers(1, 4))
+    @rule(count=st.integers(1, 16))
     def step(self, count: int) -> None:
         for _ in range(count):
             self.done["step"] += 1
@@ -221,8 +225,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.done["drafts"] += plan.width > 1
             self.check_fairness(was_running, plan)
             self.num_empty = self.num_empty + 1 if plan.is_empty else 0
-            if self.scheduler.has_work:
-                assert self.num_empty < 4, "nothing was scheduled for four steps"
+            if not self.scheduler.has_work:
+                return
+            assert self.num_empty < 4, "nothing was scheduled for four steps"
 
     def check_fairness(self, was_running: tuple[Request, ...], plan: Plan) -> None:
         planned = [item.request for item in (*plan.decode, *plan.prefill)]
