@@ -99,7 +99,7 @@ def test_a_head_may_be_of_another_float_type_but_not_of_ints() -> None:
         (_after(lambda h, t, p: (h, t, p.keys)), ["kv_pool", "tuple", "ops.attend"]),
         (
             _after(lambda h, t, p: (h, t, replace(p, keys=(p.keys[0][:2],)))),
-            ["kv_pool", "keys", "(2, 4, 2, 4)", "(6, 4, 2, 4)"],
+            ["kv_pool", "keys", "(2, 16, 2, 4)", "(6, 16, 2, 4)"],
         ),
         (_attending(k=lambda k: k[:, :1]), ["layer 0", "k:", "(7, 1, 4)", "(7, 2, 4)"]),
         (_attending(v=lambda v: None), ["layer 0", "both or neither"]),
