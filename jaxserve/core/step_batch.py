@@ -129,7 +129,8 @@ class Logprobs:
 )
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step says. Row r's new tokens are tokens[r, : num_accepted[r] + 1]."""
+    """What a step says. Row r's new tokens are tokens[r, : num_accepted[r] + 1]; nobody may take
+    for text what stands behind them (see `sampling.verify`)."""
 
     tokens: Array  # [R, W] int32
     num_accepted: Array  # [R] int32 drafts accepted; 0 without speculation

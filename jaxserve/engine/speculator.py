@@ -15,7 +15,7 @@ from jaxserve.engine.batch_builder import InDraw
 from jaxserve.engine.draft_audit import DraftAuditor
 from jaxserve.engine.plan import Drafts, Plan
 from jaxserve.engine.proposers.acceptance import judge
-from jaxserve.engine.proposers.base import Proposer
+from jaxserve.engine.proposers.base import LearnsFromDraws, Proposer
 from jaxserve.engine.proposers.control import DraftControl
 from jaxserve.engine.proposers.host_proposers import make_host_proposer
 from jaxserve.engine.proposers.stats import SpeculationStats
@@ -33,17 +33,21 @@ class Speculator:
         proposer: Proposer,
         control: DraftControl,
         num_drafts: int,
+        table: Sequence[Bucket],
         *,
         drafts_are_free: bool = True,
         auditor: DraftAuditor | None = None,
     ) -> None:
-        """num_drafts: the most that a request may have in a step. drafts_are_free: proposing takes
-        no time that counts. auditor: None: nothing is audited."""
+        """num_drafts: the most that a request may have in a step. table: all shapes that steps may
+        have. drafts_are_free: proposing takes no time that counts. auditor: None: nothing is
+        audited."""
         self._drafts_are_free = drafts_are_free
         self.stats = SpeculationStats()  # since the start
         self._told = self.stats.copy()
         self._auditor = auditor
+        self._table = tuple(table)
         self._proposer = proposer
+        self._learner = proposer if isinstance(proposer, LearnsFromDraws) else None
         self._control = control
         self._num_drafts = num_drafts
         self._guesses: dict[str, tuple[int, list[int]]] = {}  # for tokens from this number on
@@ -130,6 +134,9 @@ class Speculator:
             self.stats.record(len(item.drafts), accepted[row])
             self._proposer.observe(item.request, item.drafts, accepted[row])
             self._control.observe(name, len(item.drafts), accepted[row])
+            if self._learner is not None:
+                drawn = np.asarray(output.tokens)[row, : len(item.drafts) + 1].tolist()
+                self._learner.observe_drawn(name, item.start + 1, item.drafts, drawn)
         self._control.observe_step(
             len(plan.decode),
             bucket.width,
@@ -141,7 +148,7 @@ class Speculator:
 
     def _learn(self, request: Request, num_rows: int) -> None:
         """Judge what would have been drafted by the tokens that were drawn without: that costs no
-        step. And guess again."""
+        step. And guess again, unless steps of so many rows never have drafts."""
         name = request.request_id
         start, guess = self._guesses.pop(name, (0, []))
         if guess:
@@ -152,10 +159,14 @@ class Speculator:
             return
         if self._known.get(name, request) is not request:
             self._forget(name)
-        (guess,) = self._proposer.propose([request], [self._most(request)])
-        self._known[name] = request
-        if guess:
-            self._guesses[name] = request.num_tokens, guess
+        most = min(self._most(request), widest(self._table, num_rows) - 1)
+        if not self._control.allows(num_rows):
+            most = 0
+        if most or name not in self._known:  # named once, so that its output may be learned from
+            (guess,) = self._proposer.propose([request], [most])
+            self._known[name] = request
+            if guess:
+                self._guesses[name] = request.num_tokens, guess
 
     def _most(self, request: Request) -> int:
         """By its own wish, and by the tokens it may still have."""
@@ -199,5 +210,10 @@ def make_speculator(
     )
     free = device_proposer is None
     return Speculator(
-        proposer, control, config.num_speculative_tokens, drafts_are_free=free, auditor=auditor
+        proposer,
+        control,
+        config.num_speculative_tokens,
+        buckets,
+        drafts_are_free=free,
+        auditor=auditor,
     )

@@ -37,7 +37,8 @@ def verify_tree(
     know nothing of the noise, or were made with it, as in `verify`.
 
     The second result [R, W] int32 is the accepted path: the node at each depth from 0 on, -1 behind
-    its end; the tokens' KV stands in the slots of these nodes. The output is that of `verify`.
+    its end; the tokens' KV stands in the slots of these nodes. The output is that of `verify`,
+    but 0 stands behind the new tokens.
     Raises ValueError while tracing when the state is narrower than vocab_size.
     """
     rows, width, _ = logits.shape
@@ -70,6 +71,7 @@ def verify_tree(
     logprobs = asked_logprobs(raw, drawn, flat, (accepted & sound).reshape(-1), row_sum)
     flat_node = (jnp.arange(rows)[:, None] * width + node).reshape(-1)
     logprobs = jax.tree.map(lambda leaf: leaf[flat_node], logprobs)
+    settled = settled._replace(tokens=jnp.where(settled.used, settled.tokens, 0))
     return settled.output(logprobs), jnp.where(settled.used, node, -1), state
 
 

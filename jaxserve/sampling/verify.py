@@ -55,9 +55,10 @@ def verify(
     the target uses here (a request with a seed), the others, and all if None, with noise of purpose
     DRAFT, and these are judged by `rule` unless they are greedy.
 
-    Row r's new tokens are tokens[r, : num_accepted[r] + 1], the others 0; a row without drafts is
-    exactly what `sample` makes of it. `ok` and what a broken row holds are as in `sample`, but a
-    position after the last new token breaks nothing.
+    Row r's new tokens are tokens[r, : num_accepted[r] + 1]. What stands after them, up to the
+    column behind its last draft, was drawn as if the drafts before it held: guesses; the rest is 0.
+    A row without drafts is exactly what `sample` makes of it. `ok` and what a broken row holds are
+    as in `sample`, but a position after the last new token breaks nothing (0 stands there).
     Raises ValueError while tracing when the state is narrower than vocab_size.
     """
     rows, width, _ = logits.shape
@@ -99,7 +100,7 @@ def verify(
 class Settled(NamedTuple):
     """The new tokens of each row, first to last."""
 
-    tokens: jax.Array  # [R, W] int32; 0 behind the last one, and in rows that are not ok
+    tokens: jax.Array  # [R, W] int32; 0 in rows that are not ok
     num_accepted: jax.Array  # [R] int32
     ok: jax.Array  # [R] bool
     used: jax.Array  # [R, W] bool: there is a new token
@@ -122,14 +123,14 @@ def settle(
     sampling: SamplingBatch,
     state: SamplingState,
 ) -> tuple[Settled, SamplingState]:
-    """Count tokens [R, W] up to number num_accepted [R] and drop the rest; a row whose last one
-    comes from a position that is not sound [R, W] fails, and has no new tokens."""
+    """Count tokens [R, W] up to number num_accepted [R]; what stands behind them stays. A row whose
+    last one comes from a position that is not sound [R, W] fails, and has no new tokens."""
     width = tokens.shape[1]
     active = jnp.asarray(sampling.active)
     ok = jnp.take_along_axis(sound, num_accepted[:, None], axis=1)[:, 0] | ~active
     good = active & ok
     used = good[:, None] & (jnp.arange(width)[None, :] <= num_accepted[:, None])
-    tokens = jnp.where(used, tokens, 0)
+    tokens = jnp.where(good[:, None], tokens, 0)
     slots = jnp.repeat(jnp.asarray(sampling.slot), width)
     state = count_tokens(state, slots, tokens.reshape(-1), used.reshape(-1))
     return Settled(tokens, jnp.where(good, num_accepted, 0), ok, used), state

@@ -1,5 +1,7 @@
 """Verified drafts give the tokens, logprobs and counts of drawing one by one."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -72,8 +74,8 @@ def test_b26_tokens_logprobs_and_counts_are_those_of_single_steps(width, most):
         ]
         assert output.num_accepted.tolist() == agreed
         for row, count in enumerate(agreed):
-            new = [*truth[row][: count + 1], *[0] * (width - count - 1)]
-            assert output.tokens[row].tolist() == new
+            assert output.tokens[row, : count + 1].tolist() == truth[row][: count + 1]
+            assert (output.tokens[row, len(drafts[row]) + 1 :] == 0).all()
             if KINDS[row].get("num_logprobs", -1) >= 0:
                 for place in range(count + 1):
                     mine = jax.tree.map(lambda leaf, at=(row, place): leaf[at], output.logprobs)
@@ -81,6 +83,34 @@ def test_b26_tokens_logprobs_and_counts_are_those_of_single_steps(width, most):
         counted = one_by_one(model, [count + 1 for count in agreed], *KINDS, state=state)[2]
         same_bits(after, counted)
         assert min(agreed) == 0 < max(agreed)
+
+
+def test_behind_a_wrong_draft_stands_what_would_be_drawn_if_it_held():
+    """With the counts of the drafts before, and the noise of the place."""
+    width, state = 5, started()
+    model = table_model(TOY)
+    truth, _, _ = one_by_one(model, [1] * len(KINDS), *KINDS, state=state)
+    rng = np.random.default_rng(8)
+    drafts = [[(tokens[0] + 1) % TOY, *rng.integers(0, TOY, row % 4)]
+              for row, tokens in enumerate(truth)]  # fmt: skip
+    output, _ = run_verify(
+        padded_drafts(drafts, width), logits_behind(model, drafts, width), *KINDS, state=state
+    )
+    assert (output.num_accepted == 0).all()
+    for row, kind in enumerate(KINDS):
+        for place in range(len(drafts[row]) + 1):
+            held = having_said(state, kind.get("slot", 0), drafts[row][:place])
+            there = kind | {"position": kind["position"] + place}
+            alone, _ = run(model(row, tuple(drafts[row][:place]))[None], there, state=held)
+            assert output.tokens[row, place] == alone.tokens[0, 0], (row, place)
+
+
+def having_said(state, slot, tokens):
+    """The state with a slot that has seen some more tokens."""
+    counts = state.output_counts.copy()
+    if slot:
+        np.add.at(counts[slot], tokens, 1)
+    return replace(state, output_counts=counts)
 
 
 def same_bits(mine, theirs):
@@ -129,8 +159,11 @@ def test_b34_a_position_without_numbers_fails_its_row_if_it_is_used(bad):
             used = place <= clean.num_accepted[row]
             others = [other for other in range(4) if other != row or not used]
             assert output.ok.tolist() == [other in others for other in range(4)]
-            np.testing.assert_array_equal(output.tokens[others], clean.tokens[others])
-            np.testing.assert_array_equal(output.num_accepted[others], clean.num_accepted[others])
+            for other in others:
+                count = clean.num_accepted[other]
+                assert output.num_accepted[other] == count
+                new, expected = (one.tokens[other, : count + 1] for one in (output, clean))
+                np.testing.assert_array_equal(new, expected)
             expected = clean_state.output_counts.copy()
             if used:
                 assert output.num_accepted[row] == 0

@@ -1,7 +1,7 @@
 """The interface of everything that guesses what comes next (drafts) for the target to verify."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxserve.engine.request import Request
 
@@ -32,4 +32,19 @@ class Proposer(Protocol):
 
     def forget(self, request_id: str) -> None:
         """The request ended or is gone: keep nothing that only it needs. Unknown ids are fine."""
+        ...
+
+
+@runtime_checkable
+class LearnsFromDraws(Protocol):
+    """A proposer that also wants what was drawn behind drafts that did not hold."""
+
+    def observe_drawn(
+        self, request_id: str, start: int, drafted: Sequence[int], drawn: Sequence[int]
+    ) -> None:
+        """Tell what the target drew at all columns of a step with drafts, after `observe`.
+
+        start: index in the text (prompt and output) of drawn[0]. drawn[j] was drawn after
+        drafted[:j], accepted or not: one more than there are drafts.
+        """
         ...

@@ -94,6 +94,10 @@ class DraftControl:
         self.acceptance = Acceptance(self._widths[-1] - 1)
         self._accounts: dict[int, _Account] = {}
 
+    def allows(self, num_rows: int) -> bool:
+        """Whether a step in which so many requests decode may have drafts at all."""
+        return self._disable_by_batch_size is None or num_rows < self._disable_by_batch_size
+
     def limits(self, requests: Sequence[Request], most: Sequence[int]) -> list[int]:
         """The most drafts to propose for each decoding request, now. All 0: a plain decode step,
         which may be dispatched before the tokens of the one before it are known.
@@ -102,8 +106,7 @@ class DraftControl:
         """
         widest = self._widths[-1] - 1
         allowed = [max(min(number, widest), 0) for number in most]
-        disabled = self._disable_by_batch_size
-        if not any(allowed) or (disabled is not None and len(requests) >= disabled):
+        if not any(allowed) or not self.allows(len(requests)):
             return [0] * len(allowed)
         if not self._adaptive:
             return allowed

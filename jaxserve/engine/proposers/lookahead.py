@@ -6,9 +6,9 @@ the left. A guess may be right at the wrong place, so the n-grams that form alon
 kept in a pool by their first token, with those of the verified text. When the text ends in a
 token that begins one, that is drafted; else the guesses are, which costs the same and makes more.
 
-This is the host's part. For it to learn, every verify step's draws at all columns are to be told
-(`observe_drawn`), those after the first rejected draft too: they are the Jacobi iteration. All
-guesses run as the chain of drafts. `candidates` gives all n-grams at once, for token trees.
+This is the host's part. It learns from the draws at all columns of steps with drafts, those after
+the first rejected draft too (`observe_drawn`): they are the Jacobi iteration. All guesses run as
+the chain of drafts. `candidates` gives all n-grams at once, for token trees.
 """
 
 from collections import deque
@@ -61,12 +61,7 @@ class LookaheadProposer:
     def observe_drawn(
         self, request_id: str, start: int, drafted: Sequence[int], drawn: Sequence[int]
     ) -> None:
-        """Tell what the target drew at all columns of a verify step.
-
-        start: index in the text (prompt and output) of drawn[0], so the number of tokens there were
-        before the step. drawn[j] was drawn after drafted[:j], accepted or not: one more than there
-        are drafts.
-        """
+        """See LearnsFromDraws: the next Jacobi iteration. The pool learns the n-grams in it."""
         state = self._requests.get(request_id)
         if state is None:
             return
