@@ -50,8 +50,7 @@ class KVManager:
         host_pages: int = 0,
         kind: str = "",
     ) -> None:
-        too_small = any(window is not None and window < 1 for window in windows)
-        if max_chunk < 1 or too_small or not windows:
+        if max_chunk < 1 or not windows or any(w is not None and w < 1 for w in windows):
             raise ValueError(
                 f"got max_chunk {max_chunk} and windows {windows}; a step runs at least 1 token "
                 "of a request, and there is at least 1 group, whose window holds at least 1"
@@ -74,11 +73,7 @@ class KVManager:
     def _start_empty(self) -> None:
         self._allocator = PageAllocator(self.num_pages, self.page_size)
         self._cache = PrefixCache(
-            self._allocator,
-            self._counts,
-            self.windows,
-            num_slots=self.host_pages,
-            kind=self._kind,
+            self._allocator, self._counts, self.windows, num_slots=self.host_pages, kind=self._kind
         )
         tree = self._cache.tree if self.prefix_cache else None
         self._finder = HitFinder(tree, self.page_size, self.windows)
@@ -171,10 +166,8 @@ class KVManager:
         return True
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Make every list cover `num_tokens` tokens; False: too few pages, nothing changed.
-
-        Called before a step for the tokens it runs, so that windowed groups too have room.
-        """
+        """Make every list cover `num_tokens` tokens, those that the next step runs; False: too few
+        pages, nothing changed."""
         holding = self._holdings[request]
         if num_tokens <= holding.covered:
             return True
@@ -187,6 +180,14 @@ class KVManager:
             pages.extend(islice(fresh, count))
         holding.covered = min(map(len, request.pages)) * self.page_size
         return True
+
+    def shrink(self, request: Request, num_tokens: int) -> None:
+        """Give back the pages behind `num_tokens` tokens, which hold nothing that counts."""
+        wanted = self.pages_for(num_tokens)
+        for pages in reversed(request.pages):  # what was taken last goes first
+            self._cache.release(pages[wanted:][::-1])
+            del pages[wanted:]
+        self._holdings[request].covered = min(map(len, request.pages)) * self.page_size
 
     def commit(self, request: Request) -> None:
         """num_computed has advanced: full pages become findable, and windowed groups give back
@@ -396,5 +397,4 @@ class KVManager:
                 counts[page] += page > 0
         for page in range(1, self.num_pages):
             assert counts[page] == self._allocator.ref_count(page), f"page {page}: wrong count"
-        idle = self._allocator.num_idle
-        assert self._allocator.num_free + self.num_used + idle == self.num_pages - 1
+        assert self.num_free + self.num_used == self.num_pages - 1

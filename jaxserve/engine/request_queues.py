@@ -11,7 +11,8 @@ Invariants, after every call (scheduler_checks.py):
 - both queues are in order;
 - a waiting request owns no pages and has nothing computed or in flight;
 - pages are held by exactly the requests that list them (kv_manager.py), and the lists of a running
-  request cover every scheduled token in every group;
+  request cover every scheduled token in every group, and no page more than its tokens need while
+  nothing of it is in flight;
 - 0 <= num_computed <= scheduled <= tokens known or in flight - 1;
 - the siblings that others wait for are exactly the running ones.
 """
@@ -91,6 +92,13 @@ class RequestQueues:
         del self._entries[request.request_id]
         self._manager.release(request)
         request.status = Status.FINISHED
+
+    def trim(self, entry: Entry) -> None:
+        """A running request gives back whole pages behind what is computed or in flight: those of
+        drafts that did not hold, or did not run."""
+        if entry.room - entry.scheduled >= self._manager.page_size:
+            self._manager.shrink(entry.request, entry.scheduled)
+            self.note_room(entry)
 
     def note_room(self, entry: Entry) -> None:
         """A running request's page lists have changed: what they cover, what it may need soon."""

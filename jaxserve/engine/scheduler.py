@@ -21,8 +21,8 @@ steps come later, overwrites them.
 
 A plan may run several decode steps in a row (bursts.py), or verify drafts of a row's next tokens;
 both only while no prompt runs and nobody can enter. Drafts never preempt anybody: they are dropped
-where pages are short. How many of them hold is known only in `commit`, so a plan with drafts is
-committed before the next one is scheduled.
+where pages are short. How many of them hold is known only in `commit`, which gives back the pages
+that the others took; so a plan with drafts is committed before the next one is scheduled.
 
 Static batching, a baseline for benchmarks: requests enter only while nothing runs, or until the
 batch that was formed then is complete.
@@ -148,8 +148,7 @@ class Scheduler:
                 f"{len(self._running)} requests are running and {len(self._waiting)} are waiting, "
                 f"as many as max_queue ({limits.max_queue}) allows; retry later"
             )
-        longest = longest_allowed(request, self._max_tokens)
-        self._queues.add(request, family, longest)
+        self._queues.add(request, family, longest_allowed(request, self._max_tokens))
         self._deadlines.add(request)
 
     def abort(self, request_id: str) -> Request | None:
@@ -263,6 +262,7 @@ class Scheduler:
             if item.drafts:
                 entry.take_back(item.num_tokens - len(drawn))
             self.manager.commit(request)
+            self._queues.trim(entry)
             if reason is not None:
                 self._queues.end(entry)
             committed.append(Committed(request, kept, reason, stop_reason))
@@ -275,8 +275,7 @@ class Scheduler:
         decode: list[Scheduled] = []
         prefilling: list[Entry] = []
         for entry in self._running.copy():  # oldest first: victims are never scheduled already
-            length = entry.length
-            request = entry.request
+            length, request = entry.length, entry.request
             if preempted and request.status is not Status.RUNNING:
                 continue
             if length - entry.scheduled > 1:

@@ -48,3 +48,6 @@ def _check_running(entry: Entry, manager: KVManager) -> None:
     assert len(request.pages) == manager.num_groups
     assert entry.room == min(map(len, request.pages)) * manager.page_size
     assert entry.room >= entry.scheduled, "a scheduled token has no page"
+    if not entry.is_in_flight:
+        most = manager.pages_for(request.num_tokens)
+        assert max(map(len, request.pages)) <= most, "pages of drafts were not given back"

@@ -1,6 +1,8 @@
 """Speculation and everything around it: pages, cache, memory pressure, ends in the middle of it."""
 
+import copy
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from tests.support.tiny_engine import (
     collect_stats,
     drive,
     request,
+    single_steps,
     take_in,
     tiny_engine,
 )
@@ -51,6 +54,86 @@ def test_rejected_drafts_leave_pages_and_cache_as_without_them(plain: Engine, me
         assert min(found[0][i] - len(prompt) for i, prompt in enumerate(SOME)) >= 16
     stats = engine.speculation
     assert stats.num_drafted > stats.num_accepted
+
+
+class AlwaysWrong:
+    """Knows what each request will say, and drafts something else."""
+
+    name = "wrong"
+
+    def __init__(self, said: Mapping[str, list[int]]) -> None:
+        self._said = said
+
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[list[int]]:
+        drafts = []
+        for item, limit in zip(requests, limits, strict=True):
+            begun = len(item.output_token_ids)
+            rest = self._said[item.request_id][begun : begun + limit]
+            drafts.append([(token + 1) % 256 for token in rest])
+        return drafts
+
+    def observe(self, request: Request, drafted: Sequence[int], num_accepted: int) -> None:
+        assert num_accepted == 0
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+def pages_of(engine: Engine) -> tuple[Any, ...]:
+    """Which pages are free, kept and held, in the order of their next use."""
+    allocator = engine.kv_manager._allocator
+    running = [item.pages for item in engine.scheduler.running]
+    state = allocator._free, allocator._idle, allocator._ref_counts, running
+    return copy.deepcopy(state)
+
+
+def numbers_of(engine: Engine) -> tuple[Any, ...]:
+    """How many pages are free, kept and held, and by whom."""
+    free, idle, _, running = pages_of(engine)
+    return len(free), len(idle), [[len(pages) for pages in groups] for groups in running]
+
+
+@pytest.mark.parametrize(("rows", "look"), [(1, pages_of), (3, numbers_of)], ids=["one", "three"])
+def test_after_each_step_pages_are_as_if_wrong_drafts_had_never_been(
+    rows: int, look: Callable[[Engine], tuple[Any, ...]]
+) -> None:
+    """Whole texts one after another, or side by side, where only which page is whose may differ."""
+    engines = [
+        single_steps(make(one, asynchronous=False)) for one in (None, speculation("ngram", 7))
+    ]
+    said_by_all = drive(make(), ask(GREEDY, SOME)).tokens
+    engines[1]._loop._speculator._proposer = AlwaysWrong(said_by_all)
+    for first in range(0, len(SOME) - rows + 1, rows):
+        for engine in engines:
+            for item in ask(GREEDY, SOME)[first : first + rows]:
+                engine.add(item)
+        while engines[0].has_work:
+            assert engines[0].step() == engines[1].step()
+            assert look(engines[0]) == look(engines[1])
+            engines[1].check_integrity()
+        assert not engines[1].has_work
+    stats = engines[1].speculation
+    assert stats.num_drafted > 5 * stats.num_drafts > 0
+    assert stats.num_accepted == 0
+
+
+def test_at_each_length_of_a_text_pages_are_those_of_plain_decoding() -> None:
+    """With drafts of which some hold; plain decoding passes every length, speculation some."""
+    states: list[dict[tuple[str, int], Any]] = []
+    for speculative in (None, speculation("lookahead", 7)):
+        engine = single_steps(make(speculative, asynchronous=False))
+        seen: dict[tuple[str, int], Any] = {}
+        for item in ask(GREEDY, SOME):
+            engine.add(item)
+            while engine.has_work:
+                engine.step()
+                seen[item.request_id, item.num_tokens] = pages_of(engine)
+        states.append(seen)
+    plain, speculated = states
+    assert engine.speculation.num_accepted > 0
+    assert len(speculated) < len(plain)
+    for key, pages in speculated.items():
+        assert pages == plain[key], key
 
 
 def test_a_cached_text_goes_on_as_one_that_is_not(plain: Engine) -> None:
