@@ -201,6 +201,7 @@ def test_options_reach_server_and_engine(start: FakeStart) -> None:
     arguments += ["--max-num-seqs", "3", "--kv-cache-memory-bytes", "1000000", "--log-requests"]
     arguments += ["--quantization", "int8", "--scheduling-policy", "prefix", "--batching", "static"]
     arguments += ["--kv-host-memory", "2M", "--enable-prefix-caching"]
+    arguments += ["--speculative-config", '{"method": "ngram"}', "--speculative-audit", "0.01"]
     result, failures = serve_while(drive, *arguments)
     assert not failures
     assert result.exit_code == 0
@@ -208,6 +209,7 @@ def test_options_reach_server_and_engine(start: FakeStart) -> None:
     assert (config.max_batch_rows, config.kv_memory) == (3, 1_000_000)
     assert (config.scheduling, config.batching) == ("prefix", "static")
     assert (config.prefix_cache, config.kv_host_memory) == (True, 2 << 20)
+    assert (config.speculative.method, config.speculative_audit) == ("ngram", 0.01)
     assert start.options[0].quantization == "int8"
 
 

@@ -125,9 +125,11 @@ def test_counters_add_up_over_steps() -> None:
     metrics.on_step(step())
     assert value(metrics, DRAFTS) == 0
     for _ in range(2):
-        metrics.on_step(step(speculation=SpeculationStats(2, 7, 3, 6, 3, [2, 1, 0])))
+        metrics.on_step(step(speculation=SpeculationStats(2, 7, 3, 6, 3, [2, 1, 0], 5, 1)))
     assert [value(metrics, name) for name in (DRAFTS, DRAFTED, ACCEPTED)] == [4, 14, 6]
     assert value(metrics, "spec_decode_num_emitted_tokens_total") == 12
     assert value(metrics, "spec_decode_num_rows_total") == 6
+    assert value(metrics, "spec_decode_audited_tokens_total") == 10
+    assert value(metrics, "spec_decode_audit_mismatches_total") == 2
     per_position = "spec_decode_num_accepted_tokens_per_pos_total"
     assert [value(metrics, per_position, position=str(i)) for i in range(2)] == [4, 2]
