@@ -1,6 +1,7 @@
 """Engines over one tiny model, with speculation and without; prompts that drafts are good for."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -47,6 +48,23 @@ def prompts() -> tuple[tuple[int, ...], ...]:
         unit = rng.integers(0, 256, int(rng.integers(1, 7))).tolist()
         chosen.append(tuple((unit * 28)[: int(rng.integers(8, 28))]))
     return tuple(chosen)
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+GREEDY_KINDS = (
+    GREEDY,
+    replace(GREEDY, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3),
+    replace(GREEDY, logit_bias={65: 3.0, 7: -20.0}),
+    replace(GREEDY, logit_bias={66: 2.0}, frequency_penalty=0.5),
+)
+
+
+def ask_greedy(first: int, last: int) -> list[Request]:
+    """Requests for prompts first to last - 1, plain, with penalties, with bias and with both."""
+    return [
+        request(f"r{i}", prompts()[i], GREEDY_KINDS[i % len(GREEDY_KINDS)], seed=100 + i)
+        for i in range(first, last)
+    ]
 
 
 def ask(params: SamplingParams, which: Sequence[Sequence[int]] | None = None) -> list[Request]:
