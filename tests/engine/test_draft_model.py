@@ -70,6 +70,29 @@ def test_a_model_that_drafts_for_itself_is_always_right() -> None:
         assert speculation.num_accepted == speculation.num_drafted > 0
 
 
+def test_b18_cold_requests_say_what_greedy_ones_do() -> None:
+    """The draft model draws at their temperature too."""
+    engine = make(OTHER)
+    for temperature in (1e-45, 1e-7, 1e-3):
+        cold = replace(GREEDY, temperature=temperature, seed=3)
+        run = drive(engine, requests(cold))
+        assert run.tokens == drive(make(None), requests(GREEDY)).tokens
+        assert run.errors == {}
+    speculation = engine.speculation
+    assert speculation is not None
+    assert speculation.num_drafted > 0
+
+
+def test_an_audit_finds_nothing() -> None:
+    engine = make(TARGET, speculative_audit=1.0)
+    expected = drive(make(None), requests(PENALISED))
+    assert drive(engine, requests(PENALISED)).tokens == expected.tokens
+    speculation = engine.speculation
+    assert speculation is not None
+    assert speculation.num_audited > 0
+    assert speculation.num_audit_mismatches == 0
+
+
 def test_what_was_decoded_without_drafts_is_caught_up_with() -> None:
     engine = make(TARGET)
     one = request("one", PROMPTS[0], replace(GREEDY, max_tokens=40, num_speculative_tokens=0))

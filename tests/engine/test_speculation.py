@@ -74,6 +74,26 @@ def test_b26_tokens_of_every_kind_of_request(plain, method: str, kind: str) -> N
     assert stats.num_drafted > 0 or method == "ngram"  # sampled texts may repeat nothing
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-7, 1e-3])
+def test_b18_cold_requests_beside_warm_ones(plain, temperature: float) -> None:
+    """They say what greedy ones do, and the warm ones what they say alone."""
+    cold, warm = (replace(GREEDY, temperature=value) for value in (temperature, 1.0))
+    engine = make(speculation("lookahead", 3))
+    run = drive(
+        engine,
+        [
+            request(f"{name}{i}", prompt, params, seed=100 + i)
+            for i, prompt in enumerate(SOME)
+            for name, params in (("cold", cold), ("warm", warm))
+        ],
+    )
+    assert run.errors == {}
+    for i in range(len(SOME)):
+        assert run.tokens[f"cold{i}"] == plain(GREEDY, SOME).tokens[f"r{i}"]
+        assert run.tokens[f"warm{i}"] == plain(warm, SOME).tokens[f"r{i}"]
+    assert_both_came_up(engine.speculation)
+
+
 def test_requests_of_all_kinds_and_wishes_in_one_batch(plain) -> None:
     """Rows with different numbers of drafts, none among them."""
     engine = make(speculation("lookahead", 8))
