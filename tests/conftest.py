@@ -1,8 +1,9 @@
 """Shared test settings: CPU, strict dtypes, no network, the downloaded models as fixtures."""
 
+import gc
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,10 +23,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# Engines of equal shape share their programs across tests and runs: most of a test's time is XLA's.
-# Each parallel worker has a folder of its own: entries are not written atomically.
-_WORKER = os.environ.get("PYTEST_XDIST_WORKER", "main")
-_CACHE = Path(__file__).resolve().parent.parent / ".test-cache" / f"xla-{_WORKER}"
+# Engines of equal shape share their programs across tests, parallel workers and runs: most of a
+# test's time is XLA's. With a bound on its size JAX locks the folder while it reads and writes.
+_CACHE = Path(__file__).resolve().parent.parent / ".test-cache" / "xla"
+_CACHE_BYTES = 4 << 30
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -56,7 +57,20 @@ def _keep(
         items[:] = [item for item in items if wanted(item)]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def programs_go_with_their_module() -> Iterator[None]:
+    """Compiled programs are mapped memory, of which a process may have so many pieces only (Linux:
+    65,530): a worker that kept all of them crashed in XLA after some thousand tests."""
+    import jax
+
+    yield
+    jax.clear_caches()
+    gc.collect()
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    import jax
+
     from jaxserve.core.compile_cache import use_compile_cache
     from jaxserve.core.threads import use_threads
 
@@ -64,4 +78,5 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--interpreted"):
         use_threads(None, interpreting=True)
+    jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
     use_compile_cache(_CACHE)
