@@ -24,9 +24,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 # Engines of equal shape share their programs across tests, parallel workers and runs: most of a
-# test's time is XLA's. With a bound on its size JAX locks the folder while it reads and writes.
+# test's time is XLA's. With a bound on its size JAX locks the folder while it reads and writes; and
+# looks at every entry when it writes one, so only those that are worth it are kept.
 _CACHE = Path(__file__).resolve().parent.parent / ".test-cache" / "xla"
 _CACHE_BYTES = 4 << 30
+_WORTH_KEEPING = 0.2  # seconds of compilation
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -80,3 +82,4 @@ def pytest_configure(config: pytest.Config) -> None:
         use_threads(None, interpreting=True)
     jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
     use_compile_cache(_CACHE)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_KEEPING)
