@@ -32,6 +32,7 @@ from jaxserve.engine.proposers.device_proposer import DeviceProposer, Drafter
 from jaxserve.engine.proposers.draft_checks import (
     Draft,
     check_draft_model,
+    check_kernels,
     draft_kv_spec,
     whole_table,
 )
@@ -126,7 +127,10 @@ class Engine:
             return None
         shape, spec = self.shape, draft_kv_spec(draft)
         table = whole_table(model, model.model.kv_spec(model.config))
-        own_ops = ops if spec is None else make_ops(config.attention_backend, spec, mesh.size)
+        own_ops = ops
+        if spec is not None:
+            check_kernels(draft, spec, ops.name, shape)
+            own_ops = make_ops(config.attention_backend, spec, mesh.size)
         drafter: Drafter
         if isinstance(draft, LoadedModel):
             assert spec is not None, "a model without keys and values"

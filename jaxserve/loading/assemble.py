@@ -39,6 +39,7 @@ _PROGRESS_SECONDS = 1.0
 # Tables that some checkpoints store although programs compute them.
 _NOT_WEIGHTS = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 _EMBEDDING, _UNEMBEDDING = "model.embed_tokens.weight", "lm_head.weight"
+_MTP_JOIN = "eh_proj.weight"  # the tensor that every MTP module has
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def _check_tensors(params: list[_Param], source: TensorSource) -> None:
     present = set(source.names())
     wanted = {name for param in params for name in param.names}
     missing = [source.label(name) for name in sorted(wanted - present, key=_natural)]
-    known = _known_extras(wanted)
+    known = _known_extras(wanted, present)
     surplus = [
         name
         for name in sorted(present - wanted, key=_natural)
@@ -219,12 +220,18 @@ def _check_tensors(params: list[_Param], source: TensorSource) -> None:
         )
 
 
-def _known_extras(wanted: set[str]) -> Callable[[str], bool]:
-    """Tensors that may be left over: computed tables, and the output layer of a tied model."""
+def _known_extras(wanted: set[str], present: set[str]) -> Callable[[str], bool]:
+    """Tensors that may be left over: computed tables, the output layer of a tied model, and MTP
+    modules behind the last layer, which draft or are not used."""
     tied = _EMBEDDING in wanted and _UNEMBEDDING not in wanted
+    modules = {name.removesuffix(_MTP_JOIN) for name in present if name.endswith(_MTP_JOIN)}
+    unused = tuple(
+        prefix for prefix in modules if not any(name.startswith(prefix) for name in wanted)
+    )
 
     def known(name: str) -> bool:
-        return bool(_NOT_WEIGHTS.fullmatch(name)) or (tied and name == _UNEMBEDDING)
+        computed = _NOT_WEIGHTS.fullmatch(name) is not None
+        return computed or (tied and name == _UNEMBEDDING) or name.startswith(unused)
 
     return known
 

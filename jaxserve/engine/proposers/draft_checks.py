@@ -1,7 +1,10 @@
 """What can draft for a model, and whether it fits."""
 
+from jaxserve.core.backends import refusal
 from jaxserve.core.kv_layout import kv_layout
+from jaxserve.core.kv_pool import STACKED
 from jaxserve.core.kv_spec import KVSpec
+from jaxserve.engine.engine_shape import EngineShape
 from jaxserve.errors import InvalidRequestError
 from jaxserve.loading.drafts import LoadedDraft
 from jaxserve.loading.loaded_model import LoadedModel
@@ -64,6 +67,13 @@ def check_heads(draft: LoadedDraft, model: LoadedModel, num_drafts: int) -> None
             f"the params of {model.name} have no table 'embed', whose rows {draft.draft.name} "
             "reads; take medusa, a draft-model, ngram or suffix"
         )
+
+
+def check_kernels(draft: Draft, kv_spec: KVSpec, backend: str, shape: EngineShape) -> None:
+    """Whether the backend's kernels take what a draft keeps. Raises InvalidRequestError."""
+    problem = refusal(kv_spec, shape.dtype, shape.page_size) if backend in STACKED else None
+    if problem is not None:
+        _refuse(f"{draft.name} cannot draft on the backend {backend}: {problem}")
 
 
 def embedding_table(params: Params) -> Params | None:

@@ -3,6 +3,9 @@
 The features are in the target's pool (core/features.py), written by the target's own steps. The
 keys and values of known tokens are those of the target's features; drafted tokens are run with the
 draft's own, and run again once they are known.
+
+A pair is kept in the page of its first token. So at the end of a page that requests share while
+they go on differently, each may find what another wrote there: that can cost a draft now and then.
 """
 
 from collections.abc import Callable, Sequence
