@@ -117,7 +117,8 @@ class SpeculativeConfig:
     @property
     def checkpoint(self) -> str | None:
         """What `model` names; None: nothing, or the served checkpoint."""
-        return None if self.model in self._own_names else self.model
+        names_none = self.method not in WITH_MODEL and self.model in self._own_names
+        return None if names_none else self.model
 
     @property
     def _own_names(self) -> tuple[str | None, ...]:

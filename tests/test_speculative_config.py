@@ -51,6 +51,20 @@ def test_what_vllm_leaves_out():
 
 
 @pytest.mark.parametrize(
+    ("settings", "checkpoint"),
+    [
+        ({"method": "mtp"}, None),
+        ({"method": "mtp", "model": "mtp"}, None),
+        ({"method": "mtp", "model": "folder", "quantization": "int8"}, "folder"),
+        ({"method": "eagle", "model": "eagle"}, "eagle"),
+        ({"method": "ngram", "model": "[ngram]"}, None),
+    ],
+)
+def test_which_checkpoint_is_named(settings, checkpoint):
+    assert SpeculativeConfig.parse(settings).checkpoint == checkpoint
+
+
+@pytest.mark.parametrize(
     ("given", "said"),
     [
         ("{", "not JSON"),
@@ -65,6 +79,7 @@ def test_what_vllm_leaves_out():
         ({"method": "ngram", "num_speculative_tokens": True}, "whole number from 1 to 32"),
         ({"method": "ngram", "model": "other"}, "uses no other checkpoint"),
         ({"method": "eagle"}, "needs the checkpoint of the heads"),
+        ({"method": "mtp", "model": 3}, "leave it out for the served one"),
         ({"method": "draft_model"}, "needs the checkpoint of the draft model"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "from 1 to 2"),
         ({"method": "ngram", "adaptive": 1}, "give true or false"),
