@@ -255,6 +255,7 @@ def finish(
         split = lax.axis_index("split")
         stats = r.stats_s.at[group]
         stats[0], stats[1] = maximum, total
+        mgpu.commit_smem()
 
         @mgpu.when(span.count > 0)
         def _() -> None:
