@@ -91,9 +91,7 @@ def verify(
         )  # fmt: skip
     run = jnp.cumprod(accepted & exists & sound[:, :-1], axis=1, dtype=jnp.int32)
     settled, state = settle(tokens, sound, jnp.sum(run, axis=1), sampling, state)
-    logprobs = asked_logprobs(
-        raw, settled.tokens.reshape(-1), flat, settled.used.reshape(-1), row_sum
-    )
+    logprobs = asked_logprobs(raw, tokens.reshape(-1), flat, settled.used.reshape(-1), row_sum)
     return settled.output(logprobs), state
 
 
