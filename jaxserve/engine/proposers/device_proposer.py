@@ -113,7 +113,7 @@ class DeviceProposer:
                 )
                 for (place, _), tokens in zip(ready, found, strict=True):
                     drafts[place] = tokens[: most[place]]
-            self._failures = 0
+                self._failures = 0  # not by catching up: what failed may be what comes after it
         except Exception:  # whatever XLA raises: its pool is lost, the target's is not
             self._failures += 1
             log.exception("%s failed (%d in a row); no drafts now", self.name, self._failures)
