@@ -34,7 +34,7 @@ ATTENTION_BOUND = 2.2e-2  # greatest error by the root mean square of the right 
 PRODUCT_BOUND = 1e-2
 _ROWS = (1, 8, 17, 64, 130, 300)
 # Cases that take seconds when they are interpreted.
-_SMALL = {"d64-g1", "d80-g7", "plain-g4", "bits-int8", "int8-decode"}
+_SMALL = {"d64-g1", "d80-g7", "plain-g4", "bits-int8", "rank256"}
 
 
 @dataclass(frozen=True)

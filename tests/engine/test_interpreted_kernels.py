@@ -122,7 +122,8 @@ def greedy(backend: str, **settings: object) -> Run:
     )  # fmt: skip
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, ignore_eos=True)
     prompts = [list(b"a prompt over two pages"), list(b"short")]
-    return drive(engine, [request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)])
+    requests = [request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
+    return drive(engine, requests, interpreted=backend == "interpret")
 
 
 @pytest.mark.slow
