@@ -134,9 +134,9 @@ def test_an_engine_says_what_the_reference_says() -> None:
     compared = 0
     for name, tokens in said(want).items():
         for mine, theirs in zip(said(got)[name], tokens, strict=True):
-            assert abs(mine[0] - theirs[0]) < 0.15
+            assert abs(mine[0] - theirs[0]) < 0.06
             (first, best), (_, second) = theirs[1][:2]
-            if best - second < 0.3:
+            if best - second < 0.12:
                 break
             assert mine[1][0][0] == first
             compared += 1
