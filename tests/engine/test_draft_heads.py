@@ -5,16 +5,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.core.compile_cache import compilations
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.proposers.draft_checks import check_heads
 from jaxserve.engine.request import Request
+from jaxserve.errors import InvalidRequestError, ModelLoadError
 from jaxserve.loading.drafts import LoadedDraft
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculative_config import SpeculativeConfig
-from tests.support.draft_heads import METHODS, Owed, heads, target
+from tests.support.draft_heads import LAYERS, METHODS, Owed, heads, target
 from tests.support.shared_programs import SharedPrograms
 from tests.support.tiny_engine import Run, drive, random_prompts, request
 
@@ -111,7 +114,8 @@ def test_proposals_after_a_cache_hit_after_preemption_and_after_plain_steps(meth
     number = len(seen)
     assert number > 0
 
-    one = request("one", PROMPTS[3], replace(GREEDY, max_tokens=30, num_speculative_tokens=0))
+    params = replace(GREEDY, max_tokens=64, num_speculative_tokens=0)
+    one = request("one", [65, 66, 67], params)
     engine.add(one)
     while len(one.output_token_ids) < 12:
         engine.step()
@@ -151,7 +155,7 @@ def test_heads_that_are_right_save_steps(method: str) -> None:
     drafted, accepted = counts(engine)
     assert accepted > 0.9 * drafted > 0
     assert engine.speculation is not None
-    assert engine.speculation.tokens_per_step > 2.5
+    assert engine.speculation.tokens_per_step > 2
 
 
 def test_one_draft_choices_and_small_keys() -> None:
@@ -163,3 +167,92 @@ def test_one_draft_choices_and_small_keys() -> None:
     small = make(draft, kv_cache_dtype="int8")
     assert drive(small, ask(GREEDY)).tokens == plain(GREEDY, kv_cache_dtype="int8").tokens
     assert counts(small)[1] > 0
+
+
+def pages_of(engine: Engine, one: Request) -> list[np.ndarray]:
+    """What the pool holds of a request's tokens that were run: [tokens, ...] of every array."""
+    engine._loop.drain()
+    size = engine.page_size
+    handle = engine.runner.read_pages(one.pages[0][: -(-one.num_computed // size)])
+    return [pages.reshape(-1, *pages.shape[2:])[: one.num_computed] for pages in handle.result()]
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_rejected_drafts_leave_keys_and_features_as_they_were(method: str) -> None:
+    """Held against an engine with the same heads whose request wants no drafts."""
+    draft = somewhat_right(method)
+    kept = []
+    for number in (K, 0):
+        engine = make(draft)
+        params = replace(GREEDY, max_tokens=40, num_speculative_tokens=number)
+        one = request("one", PROMPTS[4], params)
+        engine.add(one)
+        while len(one.output_token_ids) < 16:
+            engine.step()
+        kept.append(pages_of(engine, one))
+        if number:
+            drafted, accepted = counts(engine)
+            assert accepted < drafted
+    tokens = min(len(pages[0]) for pages in kept)
+    assert tokens > len(PROMPTS[4])
+    for drafted_pages, plain_pages in zip(*kept, strict=True):
+        np.testing.assert_allclose(
+            drafted_pages[:tokens], plain_pages[:tokens], rtol=1e-4, atol=1e-5
+        )
+
+
+def test_a_saved_run_brings_its_features_along() -> None:
+    draft, longer = heads("eagle"), replace(GREEDY, max_tokens=50)
+    prompt = PROMPTS[4][:12]  # so short that the heads catch up before its end
+    first = make(draft)
+    one = request("one", prompt, longer)
+    first.add(one)
+    while len(one.output_token_ids) < 6:
+        first.step()
+    state = first.states.copy_out("one").result(first.states.form)
+    assert state.pages is not None
+    second = make(draft)
+    seen = watch(second, Owed(draft))
+    again = request("one", state.prompt_token_ids, longer)
+    again.output_token_ids = list(state.output_token_ids)
+    second.states.put_back(again, state.pages)
+    while second.has_work:
+        second.step()
+    assert again.num_cached_tokens == len(prompt)  # of the output nobody counts them
+    assert len(seen) > 0
+    assert again.output_token_ids == plain(longer, prompts=[prompt]).tokens["0"]
+
+
+def test_heads_that_fail_cost_drafts_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(heads("eagle"))
+    assert engine._draft is not None
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("device lost the step")
+
+    monkeypatch.setattr(engine._draft._drafter, "draft", broken)
+    assert drive(engine, ask(GREEDY)).tokens == plain(GREEDY).tokens
+    assert "eagle failed (3 in a row)" in caplog.text
+    assert counts(engine) == (0, 0)
+
+
+def test_what_does_not_fit_is_refused_at_start() -> None:
+    draft = heads("medusa")
+    with pytest.raises(InvalidRequestError, match="is 4 and medusa has 3 heads"):
+        make(draft, k=4)
+    eagle3 = heads("eagle3")
+    deeper = replace(eagle3.config, target_layers=(0, LAYERS))
+    with pytest.raises(ModelLoadError, match=rf"no tap 'layer_input\.{LAYERS}', which eagle3"):
+        make(replace(eagle3, config=deeper))
+    windows = replace(target().config, windows=(8,) * LAYERS)
+    speculative = SpeculativeConfig("medusa", 2, model="medusa")
+    config = EngineConfig(**SETTINGS, num_pages=AMPLE, speculative=speculative)
+    with pytest.raises(InvalidRequestError, match="every layer of tiny has a window"):
+        Engine(replace(target(), config=windows), config, draft=draft)
+    with pytest.raises(InvalidRequestError, match="medusa needs a draft and this engine was given"):
+        Engine(target(), config, loader=PROGRAMS)
+    params = {"table" if name == "embed" else name: x for name, x in target().params.items()}
+    with pytest.raises(InvalidRequestError, match="no table 'embed', whose rows eagle reads"):
+        check_heads(heads("eagle"), replace(target(), params=params), 3)
