@@ -29,6 +29,7 @@ from pallas_kernels.row_sum import row_sum
 PAGE_SIZES = (16, 32, 64, 128)  # that the kernels for stacked pools take
 MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 16
 _HOPPER = "9.0"
+_TOO_NEW = (0, 12)  # its layout inference searches for minutes where the decode kernel transposes
 _DEFAULT_PAGE_SIZE = {"reference": 16, "cpu": 16, "mosaic_gpu": 64, "interpret": 64}
 # Whose kernels the small operations are; XLA fuses them on a GPU.
 _SMALL = {name: "cpu" if name == "cpu" else "reference" for name in ATTENTION_BACKENDS[1:]}
@@ -50,11 +51,11 @@ def choose_backend(backend: str, device: jax.Device | None = None) -> str:
     device = device or jax.devices()[0]
     if backend == "auto":
         if device.platform == "gpu":
-            return "reference" if _not_hopper(device) else "mosaic_gpu"
+            return "reference" if _no_gpu_kernels(device) else "mosaic_gpu"
         return "reference" if _no_native_kernels(device) else "cpu"
     problem = {
         "cpu": _no_native_kernels(device),
-        "mosaic_gpu": _not_hopper(device),
+        "mosaic_gpu": _no_gpu_kernels(device),
         "interpret": f"it runs on a CPU, and JAX on {_name(device)}; choose mosaic_gpu or reference"
         if device.platform != "cpu"
         else None,
@@ -68,7 +69,7 @@ def why_reference(device: jax.Device) -> str | None:
     """Why "auto" is the reference on this device; None where it is not."""
     if choose_backend("auto", device) != "reference":
         return None
-    return _not_hopper(device) if device.platform == "gpu" else _no_native_kernels(device)
+    return _no_gpu_kernels(device) if device.platform == "gpu" else _no_native_kernels(device)
 
 
 def refusal(kv_spec: KVSpec, dtype: np.dtype, page_size: int) -> str | None:
@@ -134,13 +135,19 @@ def _no_native_kernels(device: jax.Device) -> str | None:
     return native.why_not() if device.platform == "cpu" else f"JAX runs on {_name(device)}"
 
 
-def _not_hopper(device: jax.Device) -> str | None:
-    """None on a GPU of compute capability 9.0, whose instructions the kernels are made of."""
+def _no_gpu_kernels(device: jax.Device) -> str | None:
+    """None on a GPU of compute capability 9.0, whose instructions the kernels are made of, under a
+    JAX that compiles them."""
     if device.platform != "gpu":
         return f"it wants an NVIDIA Hopper GPU, and JAX runs on {_name(device)}"
     capability = str(getattr(device, "compute_capability", "unknown"))
     if capability == _HOPPER:
-        return None
+        if jax.__version_info__ < _TOO_NEW:
+            return None
+        return (
+            f"this is jax {jax.__version__}, which does not find layouts for its kernels; install "
+            "jaxserve[gpu], which brings a version before 0.12"
+        )
     return (
         f"its kernels are for NVIDIA Hopper GPUs (compute capability {_HOPPER}), and "
         f"{device.device_kind} has {capability}; it runs on XLA's kernels, the backend reference"

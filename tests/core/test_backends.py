@@ -43,6 +43,21 @@ def spec_of(head_dim: int = 64) -> KVSpec:
     return KVSpec((KVGroup("global", (0, 1), 2, head_dim),))
 
 
+@pytest.fixture(autouse=True)
+def _an_older_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPU hosts have it."""
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+
+
+def test_a_jax_that_cannot_compile_the_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    assert choose_backend("auto", HOPPER) == "reference"
+    assert "a version before 0.12" in why_reference(HOPPER)
+    with pytest.raises(NotImplementedError, match=r"install jaxserve\[gpu\]"):
+        choose_backend("mosaic_gpu", HOPPER)
+    assert "compute capability 9.0" in why_reference(AMPERE)
+
+
 def test_auto_takes_the_kernels_of_the_device() -> None:
     assert choose_backend("auto", HOPPER) == "mosaic_gpu"
     assert choose_backend("auto", AMPERE) == "reference"

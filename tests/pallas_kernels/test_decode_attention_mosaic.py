@@ -213,6 +213,7 @@ def test_compiles_for_hopper_without_spills(shape: dict[str, Any]) -> None:
         assert tile.blocks * kernel.registers * 128 <= 65536
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="see core/backends.py")
 @pytest.mark.parametrize("shape", _SHAPES[::6], ids=_named)
 def test_lowers_for_cuda(shape: dict[str, Any]) -> None:
     assert "mosaic_gpu" in lower_cuda(*_avals(**shape)).as_text()
