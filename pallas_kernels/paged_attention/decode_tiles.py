@@ -32,7 +32,7 @@ DECODE_TILES: dict[tuple[int, int], DecodeTile] = {
     (64, 16): DecodeTile(128, 2, 64, 2, 3, 512, "32 KB a tile: 128 keys halve the steps"),
     (96, 16): DecodeTile(64, 3, 32, 2, 2, 512, "20 or 24 KB a tile: a third stage, for latency"),
     (128, 16): DecodeTile(64, 2, 64, 2, 3, 512, "32 KB a tile: 3 blocks, for loads and softmax"),
-    (256, 16): DecodeTile(64, 2, 64, 1, 1, 512, "64 KB a tile; 64 columns of queries, 32 KB more"),
+    (256, 16): DecodeTile(64, 2, 32, 2, 1, 512, "64 KB a tile; queries of two groups, 32 KB more"),
     (64, 8): DecodeTile(64, 4, 64, 2, 4, 512, "8 KB a tile: 16 of them in flight"),
     (96, 8): DecodeTile(64, 4, 32, 2, 3, 512, "10 or 12 KB a tile: 12 of them in flight"),
     (128, 8): DecodeTile(64, 4, 32, 2, 3, 512, "16 KB a tile: 12 of them in flight"),
