@@ -3,7 +3,9 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
+from functools import _lru_cache_wrapper
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,11 @@ def programs_go_with_their_module() -> Iterator[None]:
     import jax
 
     yield
+    for cached in [found for found in gc.get_objects() if type(found) is _lru_cache_wrapper]:
+        if (cached.__module__ or "").startswith("tests."):  # engines, and programs they share
+            cached.cache_clear()
+    if (shared := sys.modules.get("tests.support.shared_programs")) is not None:
+        shared.forget_programs()
     jax.clear_caches()
     gc.collect()
 
@@ -80,7 +87,9 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--interpreted"):
         use_threads(None, interpreting=True)
-    if os.environ.get("REQUIRE_SM90A") == "1":  # what is compiled for an absent GPU is not read back
+    if (
+        os.environ.get("REQUIRE_SM90A") == "1"
+    ):  # what is compiled for an absent GPU is not read back
         jax.config.update("jax_enable_compilation_cache", False)
     jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
     use_compile_cache(_CACHE)

@@ -2,10 +2,13 @@
 
 from concurrent.futures import Future
 from threading import Lock
+from weakref import WeakSet
 
 import jax
 
 from jaxserve.core.program_loader import Lowered, Program, ProgramLoader
+
+_INSTANCES: WeakSet["SharedPrograms"] = WeakSet()
 
 
 class SharedPrograms(ProgramLoader):
@@ -18,6 +21,11 @@ class SharedPrograms(ProgramLoader):
     def __init__(self) -> None:
         super().__init__()
         self._lowered: dict[object, Lowered] = {}
+        _INSTANCES.add(self)
+
+    def forget(self) -> None:
+        """Let go of every program; engines keep theirs."""
+        self._lowered.clear()
 
     def lower(self, program: Program) -> Lowered:
         leaves = tuple((leaf.shape, str(leaf.dtype)) for leaf in program.leaves)
@@ -38,3 +46,9 @@ def _compiled_once(lowered: Lowered) -> Lowered:
         return compiled.result()
 
     return Lowered(lowered.results, lowered.kept, compile_once)
+
+
+def forget_programs() -> None:
+    """Of all instances: most live as long as their modules do."""
+    for instance in _INSTANCES:
+        instance.forget()
