@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Engine
 from jaxserve.engine.proposers.stats import SpeculationStats
 from jaxserve.server.metrics import ServerMetrics
 from tests.server.test_metrics import step, value
@@ -14,7 +16,8 @@ from tests.support.byte_model import ByteModel
 from tests.support.fake_engine import FakeEngine
 from tests.support.merge_chunks import merge_completion, without_identity
 from tests.support.running_server import RunningServer, serve
-from tests.support.speculating import MAX_LEN, make, model, speculation
+from tests.support.speculating import MAX_LEN, ROWS, model, speculation
+from tests.support.tiny_engine import AMPLE, SMALL
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DRAFTS = "spec_decode_num_drafts_total"
@@ -31,7 +34,14 @@ BODIES: dict[str, dict[str, Any]] = {
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[RunningServer]:
     loaded = replace(model(), max_model_len=MAX_LEN)
-    async with serve(make(speculation("lookahead", 3)), loaded) as running:
+    fields: dict[str, Any] = {
+        **SMALL,
+        "num_pages": AMPLE,
+        "max_batch_rows": ROWS,
+        "max_batch_tokens": 16,
+    }
+    config = EngineConfig(**fields, speculative=speculation("lookahead", 3))
+    async with serve(Engine(loaded, config), loaded) as running:
         yield running
 
 
