@@ -31,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 _CACHE = Path(__file__).resolve().parent.parent / ".test-cache" / "xla"
 _CACHE_BYTES = 4 << 30
 _WORTH_KEEPING = 0.2  # seconds of compilation
+_AS_SERVED = ("acceptance", "pallas_kernels", "sampling")  # what XLA makes of it is the question
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -62,11 +63,17 @@ def _keep(
 
 
 @pytest.fixture(autouse=True, scope="module")
-def programs_go_with_their_module() -> Iterator[None]:
-    """Compiled programs are mapped memory, of which a process may have so many pieces only (Linux:
-    65,530): a worker that kept all of them crashed in XLA after some thousand tests."""
+def programs_of_a_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    """They are compiled in a hurry where a test is about what the host does, and go at the end.
+
+    Half of all tests' time was XLA's; without its costlier passes it takes 40 % less. Compiled
+    programs are mapped memory, of which a process may have so many pieces only (Linux: 65,530): a
+    worker that kept all of them crashed in XLA after some thousand tests."""
     import jax
 
+    folder = request.path.relative_to(Path(__file__).parent).parts[0]
+    as_served = folder in _AS_SERVED or request.node.get_closest_marker("as_served") is not None
+    jax.config.update("jax_disable_most_optimizations", not as_served)
     yield
     for cached in [found for found in gc.get_objects() if type(found) is _lru_cache_wrapper]:
         if (cached.__module__ or "").startswith("tests."):  # engines, and programs they share

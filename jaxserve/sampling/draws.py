@@ -144,45 +144,37 @@ def _race(
     """
     scaled, kept = scale_and_keep(logits, floor, peak, filters)
     scores = jnp.where(kept, scaled + gumbel(keys, ids, DRAW), -jnp.inf)
-    _, winner = largest.argmax(scores)
     filtered = rows & (filters.top_p < 1.0)
     return lax.cond(
         jnp.any(filtered),
-        lambda: _rerun(
-            scores, jnp.where(kept, jnp.exp(scaled), 0.0), winner, filters.top_p, filtered, row_sum
+        lambda: _run_again(
+            scores, jnp.where(kept, jnp.exp(scaled), 0.0), filters.top_p, filtered, row_sum
         ),
-        lambda: winner,
+        lambda: largest.argmax(scores)[1],
     )
 
 
-def _rerun(
-    scores: jax.Array,
-    weights: jax.Array,
-    winner: jax.Array,
-    top_p: jax.Array,
-    rows: jax.Array,
-    row_sum: RowSum,
+def _run_again(
+    scores: jax.Array, weights: jax.Array, top_p: jax.Array, rows: jax.Array, row_sum: RowSum
 ) -> jax.Array:
-    """The winner [S] after top_p, given scores and unnormalised probabilities [S, N], 0 if dropped.
+    """The winner [S], after top_p in `rows`, given scores and unnormalised probabilities [S, N], 0
+    if dropped.
 
     Sums of more terms are never smaller, whatever the rounding, so what top_p keeps is all above a
     threshold, and ties at the threshold are all in.
     """
     target = top_p * row_sum(weights)
 
-    def judge(winner: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The winners' weights [S], and which of them top_p drops."""
+    def run(state: _Round) -> _Round:
+        _, winner = largest.argmax(jnp.where(weights > state.bar[:, None], scores, -jnp.inf))
         weight = jnp.take_along_axis(weights, winner[:, None], axis=1)
-        return weight[:, 0], rows & too_rare(weights, weight, target, row_sum)
+        dropped = rows & too_rare(weights, weight, target, row_sum)
+        return _Round(jnp.where(dropped, weight[:, 0], state.bar), winner, dropped)
 
-    def again(state: _Round) -> _Round:
-        bar = jnp.where(state.dropped, state.weight, state.bar)
-        _, winner = largest.argmax(jnp.where(weights > bar[:, None], scores, -jnp.inf))
-        return _Round(bar, winner, *judge(winner))
-
-    start = _Round(jnp.zeros_like(top_p), winner, *judge(winner))
+    everything = jnp.full_like(top_p, -1.0)
+    start = _Round(everything, jnp.zeros(top_p.shape, jnp.int32), rows)
     # A row that is done keeps its bar, so later rounds give it the same winner.
-    return lax.while_loop(lambda state: jnp.any(state.dropped), again, start).winner
+    return lax.while_loop(lambda state: jnp.any(state.dropped), run, start).winner
 
 
 def too_rare(
@@ -199,5 +191,4 @@ class _Round(NamedTuple):
 
     bar: jax.Array
     winner: jax.Array
-    weight: jax.Array
     dropped: jax.Array

@@ -11,13 +11,16 @@ import jax.numpy as jnp
 from jax import lax
 
 _ARGMAX_GROUP = 256
+_SHORT = 1024  # entries of a row that take no time, so that less code does: it compiles sooner
 _TOP_GROUP = 16  # one cache line of float32
 
 
 def argmax(values: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Largest value and its lowest index per row: [S, N] -> ([S], [S] int32). Rows with a NaN give
     anything: XLA:CPU's maximum passes some of them by."""
-    groups = _grouped(values, min(_ARGMAX_GROUP, values.shape[1]))  # [S, G, group]
+    if values.shape[1] <= _SHORT:
+        return jnp.max(values, axis=1), jnp.argmax(values, axis=1).astype(jnp.int32)
+    groups = _grouped(values, _ARGMAX_GROUP)  # [S, G, group]
     maxima = jnp.max(groups, axis=2)
     group = jnp.argmax(maxima, axis=1)  # [S]
     members = jnp.take_along_axis(groups, group[:, None, None], axis=1)[:, 0]

@@ -7,6 +7,8 @@ from tests.engine.test_native_bits import packed_model
 from tests.support.matrix import said
 from tests.support.tiny_engine import drive, random_prompts, request, tiny_engine
 
+pytestmark = pytest.mark.as_served
+
 PLAIN = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 LOGPROBS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=20)
 SHAPES = ((64, 1), (317, 8))  # max_batch_tokens, max_batch_rows

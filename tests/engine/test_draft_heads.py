@@ -19,7 +19,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculative_config import SpeculativeConfig
 from tests.support.draft_heads import LAYERS, METHODS, Owed, heads, target
 from tests.support.shared_programs import SharedPrograms
-from tests.support.tiny_engine import Run, drive, random_prompts, request
+from tests.support.tiny_engine import Run, drive, random_prompts, request, with_pages
 
 PROGRAMS = SharedPrograms()
 K = 3
@@ -126,7 +126,7 @@ def test_proposals_after_a_cache_hit_after_preemption_and_after_plain_steps(meth
         engine.check_integrity()
     assert len(seen) > number
 
-    tight = make(draft, num_pages=TIGHT)
+    tight = with_pages(make(draft), TIGHT)
     seen = watch(tight, Owed(draft))
     run = drive(tight, ask(GREEDY))
     assert run.preemptions > 0

@@ -20,6 +20,7 @@ from tests.support.tiny_engine import (
     random_prompts,
     request,
     tiny_model,
+    with_pages,
 )
 
 TARGET, OTHER = tiny_model(), tiny_model(1)
@@ -49,7 +50,7 @@ def requests(params: SamplingParams) -> list:
 @pytest.mark.parametrize("pages", [AMPLE, TIGHT])
 def test_no_token_changes(params: SamplingParams, draft: LoadedModel, pages: int) -> None:
     plain = drive(make(None), requests(params))
-    engine = make(draft, num_pages=pages)
+    engine = with_pages(make(draft), pages)
     run = drive(engine, requests(params))
     assert run.tokens == plain.tokens
     assert engine.runner.late_compiles == 0

@@ -41,7 +41,7 @@ def test_choices_that_share_a_prompt_equal_those_that_do_not(
     plain: Engine, prefix_cache: bool, params: SamplingParams, num_prompt: int
 ):
     prompt = random_prompts(1, (num_prompt, num_prompt))[0]
-    engine = tiny_engine(MODEL, prefix_cache=prefix_cache, num_pages=34)
+    engine = tiny_engine(MODEL, prefix_cache=prefix_cache, pages=34)
     alone = [request(f"c{i}", prompt, params, choice=i) for i in range(4)]
     expected = drive(plain, alone, together=False)
     choices = family(prompt, 4, params)
@@ -75,7 +75,7 @@ def test_evicted_prompts_come_back_from_host_memory(plain: Engine):
     requests = [request(f"{n}-{i}", prompt, GREEDY) for n in range(3)
                 for i, prompt in enumerate(prompts)]  # fmt: skip
     expected = drive(plain, [request(f"{i}", p, GREEDY) for i, p in enumerate(prompts)])
-    engine = tiny_engine(MODEL, num_pages=40, kv_host_memory=1 << 20)
+    engine = tiny_engine(MODEL, pages=40, kv_host_memory=1 << 20)
     engine.scheduler.step_times.observe_copy(1, 1e-9)  # that it pays is not the question here
     got = drive(engine, requests)
     stats = engine.kv_manager.stats

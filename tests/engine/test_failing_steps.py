@@ -99,7 +99,7 @@ def test_a_result_that_is_lost_changes_no_token(
 def test_steps_that_fail_now_and_then_cost_time_only(
     every: int, monkeypatch: pytest.MonkeyPatch, expected: Run
 ) -> None:
-    engine = make(num_pages=40)
+    engine = make(pages=40)
     failing(monkeypatch, StepHandle, "result", (i % every == every - 1 for i in range(99)))
     assert run(engine, traffic()).tokens == expected.tokens
 

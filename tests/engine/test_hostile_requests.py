@@ -240,7 +240,7 @@ def test_b12_salts_and_adapters_share_nothing(plain: Engine) -> None:
 
 
 def test_b12_salts_share_nothing_while_all_run_or_come_back_from_host_memory() -> None:
-    engine = make(num_pages=34, kv_host_memory=1 << 16)
+    engine = make(pages=34, kv_host_memory=1 << 16)
     engine.scheduler.step_times.swap_is_cheaper = lambda *_: True  # type: ignore[method-assign]
     for hits in (False, True):
         items = [request(salt, PROMPTS[0], GREEDY) for salt in "abcdef"]

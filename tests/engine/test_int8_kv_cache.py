@@ -53,7 +53,7 @@ def test_the_bits_of_a_row_are_its_own_in_int8_too() -> None:
     alone = drive(
         tiny_engine(model, num_pages=AMPLE, **options), requests("greedy", 1), together=False
     )
-    chunked = tiny_engine(model, num_pages=TIGHT, max_chunk=7, **options)
+    chunked = tiny_engine(model, num_pages=AMPLE, pages=TIGHT, max_chunk=7, **options)
     assert said(drive(chunked, requests("greedy", 1))) == said(alone)
 
 

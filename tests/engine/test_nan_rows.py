@@ -91,7 +91,7 @@ def test_what_a_failed_row_wrote_is_cleaned_and_not_found(kind: str, page: int) 
 def test_a_prompt_that_always_fails_leaves_nothing_behind() -> None:
     model = tiny_model()
     embed = model.params["embed"].at[PROMPT[20]].set(np.nan)
-    engine = tiny_engine(replace(model, params={**model.params, "embed": embed}), num_pages=40)
+    engine = tiny_engine(replace(model, params={**model.params, "embed": embed}), pages=40)
     healthy = [token for token in OTHER if token != PROMPT[20]]
     expected = drive(engine, [request("first", healthy, PARAMS)]).tokens["first"]
     for attempt in range(3):

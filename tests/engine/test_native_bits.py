@@ -27,6 +27,8 @@ from tests.support.matrix import (
 )
 from tests.support.tiny_engine import MAX_MODEL_LEN, Run, drive, tiny_config, tiny_engine
 
+pytestmark = pytest.mark.as_served
+
 KINDS = {
     "greedy": SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=5),
     "sampled": SamplingParams(

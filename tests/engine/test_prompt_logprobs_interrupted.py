@@ -62,7 +62,7 @@ def test_what_is_known_when_preempted_is_not_computed_again() -> None:
 @pytest.mark.parametrize("how", ["preempt_all", "tight"])
 def test_a_lost_pool_and_a_tight_one(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = AMPLE if how == "preempt_all" else 34
-    made = new_engine(max_chunk=7, num_pages=pages)
+    made = new_engine(max_chunk=7, pages=pages)
     params = replace(ASKS, max_tokens=40)
     requests = [request(str(i), prompt, params) for i, prompt in enumerate(PROMPTS)]
     if how == "preempt_all":

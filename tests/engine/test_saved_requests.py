@@ -110,7 +110,7 @@ def test_pages_of_another_size_are_computed_again(
     assert to_the_end(other, loaded) == whole
 
 
-@pytest.mark.parametrize("settings", [{"prefix_cache": False}, {"num_pages": 34}], ids=str)
+@pytest.mark.parametrize("settings", [{"prefix_cache": False}, {"pages": 34}], ids=str)
 def test_without_room_for_the_pages_they_are_computed_again(
     settings: dict, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -130,7 +130,7 @@ def test_without_room_for_the_pages_they_are_computed_again(
 
 def test_loaded_pages_push_evicted_ones_out_to_host_memory(tmp_path: Path) -> None:
     """What a page held is stored before the saved page is written over it."""
-    engine, other = make_engine(), make_engine(num_pages=34, kv_host_memory=1 << 20)
+    engine, other = make_engine(), make_engine(pages=34, kv_host_memory=1 << 20)
     item = request("saved", PROMPT, GREEDY)
     run_for(engine, item, 5)
     saved(engine, item, tmp_path / "run")

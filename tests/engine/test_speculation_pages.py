@@ -25,6 +25,7 @@ from tests.support.tiny_engine import (
     single_steps,
     take_in,
     tiny_engine,
+    with_pages,
 )
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -151,7 +152,7 @@ def test_a_cached_text_goes_on_as_one_that_is_not(plain: Engine) -> None:
 def test_a_tight_pool_preempts_and_says_the_same(plain: Engine) -> None:
     expected = drive(plain, ask(SEEDED))
     for method in ("lookahead", "ngram"):
-        engine = make(speculation(method, 3), num_pages=TIGHT)
+        engine = with_pages(make(speculation(method, 3)), TIGHT)
         run = drive(engine, ask(SEEDED))
         assert run.tokens == expected.tokens
         assert run.preemptions > 0

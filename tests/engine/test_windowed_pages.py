@@ -47,7 +47,7 @@ def test_the_bits_of_a_row_are_its_own() -> None:
     ample = tiny_engine(model(), num_pages=400, **options)
     assert ample.shape.num_groups == 3
     alone = drive(ample, requests("greedy", 1), together=False)
-    tight = tiny_engine(model(), num_pages=40, max_chunk=CHUNK, **options)
+    tight = tiny_engine(model(), num_pages=400, pages=40, max_chunk=CHUNK, **options)
     stats = collect_stats(tight)
     together = drive(tight, requests("greedy", 1))
     assert together.tokens == alone.tokens

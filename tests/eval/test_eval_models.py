@@ -21,7 +21,7 @@ GOLDEN = json.loads(
 POSITIONS = 2_000
 CONFIG = EngineConfig()
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.as_served]
 
 
 @contextmanager

@@ -27,11 +27,13 @@ from tests.support.paged_model import PagedModel
 from tests.support.tiny_checkpoints import LLAMA, tiny_tensors
 
 FLOATS = st.floats(-1e4, 1e4, width=32)
+SHAPES = st.sampled_from(((1, 1), (1, 9), (5, 1), (4, 7)))  # few: each is compiled
+EXPAND = jax.jit(dequantize)
 
 
 def expanded(packed: QuantizedArray) -> np.ndarray:
     check_array(packed)
-    return np.asarray(dequantize(packed))
+    return np.asarray(EXPAND(packed))
 
 
 def relative_error(packed: QuantizedArray, values: np.ndarray) -> float:
@@ -39,7 +41,7 @@ def relative_error(packed: QuantizedArray, values: np.ndarray) -> float:
 
 
 @settings(max_examples=60, deadline=None)
-@given(hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=2), elements=FLOATS))
+@given(hnp.arrays(np.float32, SHAPES, elements=FLOATS))
 def test_int8_is_within_half_a_step_of_its_row(values: np.ndarray) -> None:
     packed = quantize_int8(values)
     step = np.abs(values).max(axis=1, keepdims=True).astype(np.float64) / 127
@@ -50,7 +52,7 @@ def test_int8_is_within_half_a_step_of_its_row(values: np.ndarray) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(hnp.arrays(np.float32, hnp.array_shapes(min_dims=2, max_dims=2), elements=FLOATS))
+@given(hnp.arrays(np.float32, SHAPES, elements=FLOATS))
 def test_fp8_is_within_half_a_step_of_each_number(values: np.ndarray) -> None:
     """A step of e4m3 is an eighth of the power of two below, or a 512th of the scale."""
     packed = quantize_fp8(values)
@@ -65,7 +67,7 @@ def test_fp8_is_within_half_a_step_of_each_number(values: np.ndarray) -> None:
 @given(
     hnp.arrays(
         np.float32,
-        st.tuples(st.integers(1, 4), st.sampled_from((32, 96))),
+        st.sampled_from(((1, 96), (3, 32))),
         elements=FLOATS | st.just(0.0),
     )
 )

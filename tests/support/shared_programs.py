@@ -7,6 +7,7 @@ from weakref import WeakSet
 import jax
 
 from jaxserve.core.program_loader import Lowered, Program, ProgramLoader
+from jaxserve.core.stable_names import NoStableNameError
 
 _INSTANCES: WeakSet["SharedPrograms"] = WeakSet()
 
@@ -15,11 +16,14 @@ class SharedPrograms(ProgramLoader):
     """Lowers and compiles every program once.
 
     One instance serves engines of the same model, backend, page size, devices and number of rows:
-    what else tells their programs apart is the shapes of the arguments.
+    what else tells their programs apart is the shapes of the arguments. by_identity: it serves all
+    engines, and those programs that may be stored between starts are shared, by what they are then
+    filed under.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_identity: bool = False) -> None:
         super().__init__()
+        self._by_identity = by_identity
         self._lowered: dict[object, Lowered] = {}
         _INSTANCES.add(self)
 
@@ -28,11 +32,21 @@ class SharedPrograms(ProgramLoader):
         self._lowered.clear()
 
     def lower(self, program: Program) -> Lowered:
-        leaves = tuple((leaf.shape, str(leaf.dtype)) for leaf in program.leaves)
-        key = (program.name, str(jax.tree.structure(program.args)), leaves)
+        key = self._shared_key(program)
+        if key is None:
+            return super().lower(program)
         if key not in self._lowered:
             self._lowered[key] = _compiled_once(super().lower(program))
         return self._lowered[key]
+
+    def _shared_key(self, program: Program) -> object:
+        if not self._by_identity:
+            leaves = tuple((leaf.shape, str(leaf.dtype)) for leaf in program.leaves)
+            return program.name, str(jax.tree.structure(program.args)), leaves
+        try:
+            return program.key() if program.keep else None
+        except NoStableNameError:
+            return None
 
 
 def _compiled_once(lowered: Lowered) -> Lowered:

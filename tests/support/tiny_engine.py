@@ -11,17 +11,20 @@ from jaxserve.config import EngineConfig
 from jaxserve.core.program_loader import ProgramLoader
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.outputs import StepStats
+from jaxserve.engine.page_needs import longest_alone
 from jaxserve.engine.request import Request, TokenEvent
 from jaxserve.loading.assemble import random_params
 from jaxserve.loading.loaded_model import LoadedModel
 from jaxserve.models.registry import find_model
 from jaxserve.sampling_params import SamplingParams
 from tests.support.byte_model import EOS, VOCAB_SIZE, ByteTokenizer, LineTemplate
+from tests.support.shared_programs import SharedPrograms
 
 MAX_MODEL_LEN = 256
 SMALL = {"max_batch_rows": 4, "max_batch_tokens": 64, "page_size": 4, "max_model_len": 128}
 AMPLE, TIGHT = 200, 34  # pages; TIGHT holds one request of the longest, and makes four preempt
 MAX_STEPS = 2_000
+_PROGRAMS = SharedPrograms(by_identity=True)
 
 
 def tiny_config(**overrides: Any) -> dict[str, Any]:
@@ -70,9 +73,10 @@ def tiny_engine(
     devices: Sequence[jax.Device] | None = None,
     asynchronous: bool = True,
     loader: ProgramLoader | None = None,
+    pages: int | None = None,
     **settings: Any,
 ) -> Engine:
-    """A warm engine on SMALL settings."""
+    """A warm engine on SMALL settings. pages: what it may use of its pool (see `with_pages`)."""
     config = EngineConfig(**{**SMALL, "num_pages": AMPLE, **settings})
     engine = Engine(
         model or tiny_model(),
@@ -80,9 +84,21 @@ def tiny_engine(
         max_chunk=max_chunk,
         devices=devices,
         asynchronous=asynchronous,
-        loader=loader,
+        loader=loader or _PROGRAMS,
     )
     engine.warm_up()
+    return engine if pages is None else with_pages(engine, pages)
+
+
+def with_pages(engine: Engine, pages: int) -> Engine:
+    """The engine, which has run nothing yet, in a pool of so many pages as far as anybody sees: the
+    arrays keep their size, and with it the programs."""
+    manager = engine.kv_manager
+    longest = longest_alone(pages - 1, manager.page_size, manager.windows, manager.max_chunk)
+    assert pages <= manager.num_pages
+    assert engine.max_model_len <= longest + 1, "such a pool has other programs: set num_pages"
+    manager.num_pages, manager.capacity_tokens = pages, longest
+    manager._start_empty()
     return engine
 
 
