@@ -17,6 +17,7 @@ from jaxserve.models.llama import MODEL, attention_inputs
 from jaxserve.models.registry import find_model
 from tests.support.tiny_engine import tiny_config
 
+pytestmark = pytest.mark.as_served  # as the process beside it
 CONFIG = MODEL.config_from_hf(tiny_config())
 
 
