@@ -2,6 +2,8 @@
 
 from functools import cache
 
+import pytest
+
 from jaxserve.loading.assemble import random_params
 from jaxserve.loading.loaded_model import LoadedModel
 from jaxserve.models.registry import find_model
@@ -18,6 +20,8 @@ from tests.support.tiny_engine import (
     tiny_config,
     tiny_engine,
 )
+
+pytestmark = pytest.mark.as_served
 
 WINDOW = 16
 PATTERN = {"sliding_window": WINDOW, "num_hidden_layers": 3, "sliding_window_pattern": 3}
@@ -47,7 +51,7 @@ def test_the_bits_of_a_row_are_its_own() -> None:
     ample = tiny_engine(model(), num_pages=400, **options)
     assert ample.shape.num_groups == 3
     alone = drive(ample, requests("greedy", 1), together=False)
-    tight = tiny_engine(model(), num_pages=400, pages=40, max_chunk=CHUNK, **options)
+    tight = tiny_engine(model(), num_pages=40, max_chunk=CHUNK, **options)
     stats = collect_stats(tight)
     together = drive(tight, requests("greedy", 1))
     assert together.tokens == alone.tokens
