@@ -25,12 +25,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# Engines of equal shape share their programs across tests, parallel workers and runs: most of a
-# test's time is XLA's. With a bound on its size JAX locks the folder while it reads and writes; and
-# looks at every entry when it writes one, so only those that are worth it are kept.
+# Engines of equal shape share their programs across tests and runs: most of a test's time is XLA's.
+# Each worker has a folder of its own: JAX writes files that others might read half written, and to
+# lock a shared folder it wants a bound on its size, for which it looks at all files to write one.
 _CACHE = Path(__file__).resolve().parent.parent / ".test-cache" / "xla"
-_CACHE_BYTES = 4 << 30
-_WORTH_KEEPING = 0.2  # seconds of compilation
 _AS_SERVED = ("acceptance", "pallas_kernels", "sampling")  # what XLA makes of it is the question
 
 
@@ -98,6 +96,4 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.get("REQUIRE_SM90A") == "1"
     ):  # what is compiled for an absent GPU is not read back
         jax.config.update("jax_enable_compilation_cache", False)
-    jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
-    use_compile_cache(_CACHE)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_KEEPING)
+    use_compile_cache(_CACHE / os.environ.get("PYTEST_XDIST_WORKER", "alone"))
