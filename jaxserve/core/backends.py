@@ -28,6 +28,7 @@ from pallas_kernels.row_sum import row_sum
 
 PAGE_SIZES = (16, 32, 64, 128)  # that the kernels for stacked pools take
 MAX_HEAD_DIM, _HEAD_DIM_STEP = 256, 16
+_COMPILED_HEAD_DIMS = (64, 128)  # for which the prefill kernel's layouts are found
 _HOPPER = "9.0"
 _TOO_NEW = (0, 12)  # its layout inference searches for minutes where the decode kernel transposes
 _DEFAULT_PAGE_SIZE = {"reference": 16, "cpu": 16, "mosaic_gpu": 64, "interpret": 64}
@@ -72,9 +73,15 @@ def why_reference(device: jax.Device) -> str | None:
     return _no_gpu_kernels(device) if device.platform == "gpu" else _no_native_kernels(device)
 
 
-def refusal(kv_spec: KVSpec, dtype: np.dtype, page_size: int) -> str | None:
+def refusal(kv_spec: KVSpec, dtype: np.dtype, page_size: int, backend: str) -> str | None:
     """What of a model or of settings the kernels for stacked pools do not take, and what would
-    work instead; None if they take it."""
+    work instead; None if they take it. The interpreter takes more than the compilers do."""
+    odd = {group.head_dim for group in kv_spec.groups} - set(_COMPILED_HEAD_DIMS)
+    if odd and backend == "mosaic_gpu":
+        return (
+            f"the model has a head_dim of {min(odd)}, and the GPU's prefill kernel compiles for "
+            f"{', '.join(map(str, _COMPILED_HEAD_DIMS))}; choose --attention-backend reference"
+        )
     odd = {group.head_dim for group in kv_spec.groups} - set(
         range(_HEAD_DIM_STEP, MAX_HEAD_DIM + 1, _HEAD_DIM_STEP)
     )

@@ -59,5 +59,5 @@ def _problem(config: EngineConfig, kv_spec: KVSpec, name: str) -> str | None:
         )
     if name in STACKED:
         page_size = config.page_size or default_page_size(name)
-        return refusal(kv_spec, resolve_dtype(config.dtype), page_size)
+        return refusal(kv_spec, resolve_dtype(config.dtype), page_size, name)
     return None

@@ -108,7 +108,7 @@ def test_page_sizes_and_layouts_belong_to_the_backend() -> None:
 def test_what_the_kernels_do_not_take(
     spec: KVSpec, dtype: object, page_size: int, says: str
 ) -> None:
-    text = refusal(spec, np.dtype(dtype), page_size)
+    text = refusal(spec, np.dtype(dtype), page_size, "interpret")
     assert text is not None
     assert re.search(says, text)
     config = replace(BF16, dtype=np.dtype(dtype).name, page_size=page_size)
@@ -121,7 +121,20 @@ def test_what_the_kernels_do_not_take(
 def test_what_the_kernels_take() -> None:
     for head_dim in (64, 80, 96, 128, 256):
         for page_size in (16, 32, 64, 128):
-            assert refusal(spec_of(head_dim), np.dtype(jnp.bfloat16), page_size) is None
+            text = refusal(spec_of(head_dim), np.dtype(jnp.bfloat16), page_size, "interpret")
+            assert text is None
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_a_gpu_gets_the_reference_where_prefill_does_not_compile(head_dim: int) -> None:
+    text = refusal(spec_of(head_dim), np.dtype(jnp.bfloat16), 64, "mosaic_gpu")
+    settled = settle_backend(BF16, spec_of(head_dim), HOPPER).attention_backend
+    if head_dim in (64, 128):
+        assert (text, settled) == (None, "mosaic_gpu")
+    else:
+        assert text is not None
+        assert f"head_dim of {head_dim}" in text
+        assert settled == "reference"
 
 
 def test_settled(caplog: pytest.LogCaptureFixture) -> None:

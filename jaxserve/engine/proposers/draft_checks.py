@@ -71,7 +71,9 @@ def check_heads(draft: LoadedDraft, model: LoadedModel, num_drafts: int) -> None
 
 def check_kernels(draft: Draft, kv_spec: KVSpec, backend: str, shape: EngineShape) -> None:
     """Whether the backend's kernels take what a draft keeps. Raises InvalidRequestError."""
-    problem = refusal(kv_spec, shape.dtype, shape.page_size) if backend in STACKED else None
+    problem = None
+    if backend in STACKED:
+        problem = refusal(kv_spec, shape.dtype, shape.page_size, backend)
     if problem is not None:
         _refuse(f"{draft.name} cannot draft on the backend {backend}: {problem}")
 
